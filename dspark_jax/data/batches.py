@@ -1,0 +1,71 @@
+"""Training batches: a pure function of (rows, seed, step), so that a resumed run sees what an unbroken one would."""
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.errors import UserError
+
+PAD_TO = 64  # sequence lengths are multiples of this: few shapes, little padding
+MIN_LEARNT = 8  # answers shorter than this teach a block drafter nothing
+SORTED_BATCHES = 16  # rows are sorted by length within this many batches, so that a batch pads little
+
+
+def draft_vocabulary(rows: Iterable[Mapping[str, Any]], size: int, always: Iterable[int], vocab_size: int) -> np.ndarray:
+    """The `size` most frequent answer tokens as increasing ids; `always` (stop tokens) are among them.
+
+    Ids never seen fill up a vocabulary that the answers do not; ties go to the lower id.
+    """
+    counts = collections.Counter(token for row in rows for token in row["answer_ids"])
+    first = list(dict.fromkeys(always))
+    ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if t not in first]
+    unseen = (t for t in range(vocab_size) if t not in counts and t not in first)
+    chosen = (first + ranked)[:size]
+    while len(chosen) < size:
+        chosen.append(next(unseen))
+    return np.sort(np.asarray(chosen, np.int32))
+
+
+class Batches:
+    """`batches(step)` gives tokens and loss mask `[B, S]`: the answer is learnt, the prompt and padding are not."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, max_length: int, seed: int):
+        cut = [(row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])) for row in rows]
+        self.sequences = [(ids[:max_length], start) for ids, start in cut if min(len(ids), max_length) - start >= MIN_LEARNT]
+        self.batch_size, self.seed = batch_size, seed
+        if len(self.sequences) < batch_size:
+            raise UserError(
+                f"{len(self.sequences)} usable training rows are fewer than a batch of {batch_size}: "
+                "give more prompts, a smaller train.batch_size, or a longer data.max_length"
+            )
+        self._epoch: tuple[int, list[np.ndarray]] = (-1, [])
+
+    @property
+    def per_epoch(self) -> int:
+        return len(self.sequences) // self.batch_size
+
+    def _plan(self, epoch: int) -> list[np.ndarray]:
+        """The epoch's batches, as row numbers: shuffled, sorted by length in stretches, and shuffled again."""
+        if self._epoch[0] != epoch:
+            rng = np.random.default_rng((self.seed, epoch))
+            order = rng.permutation(len(self.sequences))[: self.per_epoch * self.batch_size]
+            stretch = SORTED_BATCHES * self.batch_size
+            lengths = np.array([len(ids) for ids, _ in self.sequences])
+            parts = [order[i : i + stretch] for i in range(0, len(order), stretch)]
+            order = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in parts])
+            batches = order.reshape(-1, self.batch_size)
+            self._epoch = (epoch, list(batches[rng.permutation(len(batches))]))
+        return self._epoch[1]
+
+    def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        epoch, index = divmod(step, self.per_epoch)
+        chosen = [self.sequences[i] for i in self._plan(epoch)[index]]
+        longest = max(len(ids) for ids, _ in chosen)
+        shape = (self.batch_size, -(-longest // PAD_TO) * PAD_TO)
+        tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        for i, (ids, start) in enumerate(chosen):
+            tokens[i, : len(ids)] = ids
+            mask[i, start : len(ids)] = 1
+        return tokens, mask

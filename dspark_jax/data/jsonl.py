@@ -1,0 +1,79 @@
+"""JSONL that can be interrupted: rows are keyed by id, appended one by one, never lost or written twice."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dspark_jax.errors import UserError
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number, object); blank lines are skipped. UserError names the line that is malformed."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: not valid JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
+            yield number, row
+
+
+class ResumableJsonl:
+    """An output file of one run. `run` identifies it (models, parameters); it is kept in `PATH.run.json` beside it.
+
+    Opening a file of the same run continues it: `done` holds the ids that are in it; a torn last line is cut off.
+    Opening a file of another run, or one without its run file, raises UserError: nothing is overwritten.
+    """
+
+    def __init__(self, path: str | Path, run: Mapping[str, Any]):
+        self.path = Path(path)
+        self._check_run(dict(run))
+        if self.path.exists():
+            self._cut_torn_line()
+        self.rows = [row for _, row in read_jsonl(self.path)] if self.path.exists() else []
+        self.done = {row["id"] for row in self.rows}
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def _check_run(self, run: dict[str, Any]) -> None:
+        stamp = self.path.with_name(self.path.name + ".run.json")
+        run = json.loads(json.dumps(run))
+        if not stamp.exists():
+            if self.path.exists() and self.path.stat().st_size:
+                raise UserError(f"{self.path} exists and has no {stamp.name}: choose another --out, or remove it")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            stamp.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+            return
+        try:
+            before = json.loads(stamp.read_text(encoding="utf-8"))
+        except ValueError:
+            raise UserError(f"{stamp} is damaged: remove it and {self.path.name} to start over") from None
+        differs = [key for key in sorted(set(before) | set(run)) if before.get(key) != run.get(key)]
+        if differs:
+            raise UserError(f"{self.path} is the output of another run (its {', '.join(differs)} differ): choose another file")
+
+    def _cut_torn_line(self) -> None:
+        with self.path.open("rb+") as file:
+            data = file.read()
+            file.truncate(data.rfind(b"\n") + 1)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Writes one row, durable against the end of this process."""
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+        self.done.add(row["id"])
+        self.rows.append(dict(row))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()

@@ -1,0 +1,110 @@
+"""Acceptance: how many drafted tokens the target confirms, and the token that follows them."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.decoding.draft import Proposal
+from dspark_jax.decoding.sampling import SlotSampling, argmax, draw, log_prob_of
+from pallas_kernels import warp as warps
+from pallas_kernels.noise import Role, gumbel, position_key, uniform
+from pallas_kernels.ragged_attention import Rows
+
+
+@flax.struct.dataclass
+class Verdict:
+    """Accepted drafts of each slot and the target's own next token (replacement or bonus)."""
+
+    accepted_R: jax.Array
+    next_R: jax.Array
+
+
+def verify(
+    logits_NxV: jax.Array, rows: Rows, proposal: Proposal | None, token_ids_Vd: jax.Array | None,
+    sampling: SlotSampling, sampler: str,
+) -> Verdict:
+    """`logits_NxV`: the target's logits of each slot's anchor and drafts. Exact for every sampler (method.md)."""
+    if sampler == "coupled":
+        return _verify_coupled(logits_NxV, rows, proposal, sampling)
+    return _verify_rejection(logits_NxV, rows, proposal, token_ids_Vd, sampling)
+
+
+def _block_rows(rows: Rows) -> jax.Array:
+    """`[R, Q]` flat index of each slot's rows, clipped past its end."""
+    return jnp.clip(rows.first_R[:, None] + jnp.arange(rows.block), 0, len(rows.slot_N) - 1)
+
+
+def _leading(accept_RxK: jax.Array, rows: Rows) -> jax.Array:
+    """Length of the accepted prefix; only a slot's first count - 1 drafts were verified."""
+    verified = jnp.arange(accept_RxK.shape[1]) < rows.count_R[:, None] - 1
+    return jnp.sum(jnp.cumprod(accept_RxK & verified, axis=1), axis=1)
+
+
+def _verify_coupled(logits_NxV: jax.Array, rows: Rows, proposal: Proposal | None, sampling: SlotSampling) -> Verdict:
+    """The target draws every position with noise keyed by position alone; a draft is accepted iff it is that token."""
+    warp = sampling.warp.rows(rows.slot_N)
+    seed = tuple(word[rows.slot_N] for word in sampling.seed)
+    key = position_key(seed, rows.position_N + 1, Role.SAMPLE)
+    choice_RxQ = draw(warps.apply(logits_NxV, warp), warp.temperature, key)[_block_rows(rows)]
+    if proposal is None:
+        return Verdict(jnp.zeros_like(rows.count_R), choice_RxQ[:, 0])
+    accepted = _leading(proposal.token_RxK == choice_RxQ[:, : proposal.token_RxK.shape[1]], rows)
+    return Verdict(accepted, jnp.take_along_axis(choice_RxQ, accepted[:, None], axis=1)[:, 0])
+
+
+def _verify_rejection(
+    logits_NxV: jax.Array, rows: Rows, proposal: Proposal | None, token_ids_Vd: jax.Array | None, sampling: SlotSampling
+) -> Verdict:
+    """Accept x with probability min(1, p/q); the first rejected position draws from max(p - q, 0)."""
+    greedy_R = sampling.warp.temperature == 0
+    block = _block_rows(rows)
+    accepted = jnp.zeros_like(rows.count_R)
+    if proposal is not None:
+        match = proposal.token_RxK == argmax(logits_NxV)[block][:, : proposal.token_RxK.shape[1]]
+        accept = jax.lax.cond(
+            jnp.all(greedy_R),
+            lambda: match,
+            lambda: jnp.where(greedy_R[:, None], match, _accept_sampled(logits_NxV, rows, block, proposal, sampling)),
+        )
+        accepted = _leading(accept, rows)
+    row_R = jnp.take_along_axis(block, accepted[:, None], axis=1)[:, 0]
+    logits_RxV = logits_NxV[row_R]
+    position = rows.position_N[row_R] + 1
+
+    def sampled():
+        warped = warps.apply(logits_RxV, sampling.warp)
+        bonus = draw(warped, sampling.warp.temperature, position_key(sampling.seed, position, Role.SAMPLE))
+        if proposal is None:
+            return bonus
+        residual = _draw_residual(warped, accepted, position, proposal, token_ids_Vd, sampling)
+        return jnp.where(accepted < rows.count_R - 1, residual, bonus)
+
+    best = argmax(logits_RxV)
+    return Verdict(accepted, jax.lax.cond(jnp.all(greedy_R), lambda: best, lambda: jnp.where(greedy_R, best, sampled())))
+
+
+def _accept_sampled(
+    logits_NxV: jax.Array, rows: Rows, block: jax.Array, proposal: Proposal, sampling: SlotSampling
+) -> jax.Array:
+    """`[R, K]` whether u < p(x)/q(x), in logarithms, with q as it was when x was drawn."""
+    drafts = proposal.token_RxK.shape[1]
+    token_N = proposal.token_RxK[rows.slot_N, jnp.minimum(rows.offset_N, drafts - 1)]
+    log_p_N = log_prob_of(warps.apply(logits_NxV, sampling.warp.rows(rows.slot_N)), token_N)
+    position = rows.position_N[block][:, :drafts] + 1
+    u = uniform(position_key(tuple(word[:, None] for word in sampling.seed), position, Role.ACCEPT))
+    return jnp.log(u) < log_p_N[block][:, :drafts] - proposal.log_q_RxK
+
+
+def _draw_residual(
+    warped_RxV: jax.Array, accepted_R: jax.Array, position_R: jax.Array, proposal: Proposal,
+    token_ids_Vd: jax.Array, sampling: SlotSampling,
+) -> jax.Array:
+    """A token from max(p - q, 0), normalised. Where rounding leaves no mass, from p: there p and q are equal."""
+    slot = jnp.minimum(accepted_R, proposal.token_RxK.shape[1] - 1)[:, None, None]
+    q = jax.nn.softmax(jnp.take_along_axis(proposal.warped_RxKxVd, slot, axis=1)[:, 0], axis=-1)
+    p = jax.nn.softmax(warped_RxV, axis=-1)
+    left = jnp.maximum(p.at[:, token_ids_Vd].add(-q.astype(p.dtype)), 0)
+    left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p)
+    key = position_key(sampling.seed, position_R, Role.RESIDUAL)
+    noise = gumbel(tuple(word[:, None] for word in key), jnp.arange(p.shape[-1])).astype(p.dtype)
+    return argmax(jnp.log(left) + noise)

@@ -1,0 +1,1 @@
+"""Files from elsewhere: checkpoints of targets and drafters, tokenizers, GGUF."""

@@ -1,0 +1,130 @@
+"""What a Hugging Face config.json says, family by family, and how its tensors are named."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.errors import UserError
+from dspark_jax.models.config import DecoderConfig, Rope
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+# Suffix in the checkpoint -> place in `DecoderLayer`'s parameters. Kernels are stored [out, in] there, [in, out] here.
+_PROJECTIONS = {
+    **{f"self_attn.{name}_proj": (f"{name}_proj",) for name in "qkvo"},
+    **{f"mlp.{name}_proj": ("mlp", f"{name}_proj") for name in ("gate", "up", "down")},
+}
+_NORMS = {
+    "input_layernorm": ("input_layernorm",), "post_attention_layernorm": ("post_attention_layernorm",),
+    "self_attn.q_norm": ("q_norm",), "self_attn.k_norm": ("k_norm",),
+}
+
+
+def decoder_config(config: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> DecoderConfig:
+    """Reads a config.json. Raises UserError on a family, activation, rope kind or window that is not supported."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"unknown architecture {family!r}: this version reads {', '.join(FAMILIES)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"activation {config['hidden_act']!r} is not supported for {family}: only silu is")
+    if config.get("use_sliding_window") and config.get("sliding_window"):
+        raise UserError(f"sliding-window attention in a {family} config is not supported yet: set use_sliding_window false")
+    try:
+        heads = config["num_attention_heads"]
+        bias = bool(config.get("attention_bias", family == "qwen2"))
+        return DecoderConfig(
+            family=family,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            rope=rope_config(config),
+            rms_eps=config.get("rms_norm_eps", 1e-6),
+            max_length=config.get("max_position_embeddings", 2048),
+            qk_norm=family == "qwen3",
+            qkv_bias=bias,
+            o_bias=bias and family != "qwen2",
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            eos_token_ids=tuple(eos_token_ids),
+        )
+    except KeyError as error:
+        raise UserError(f"config.json lacks {error.args[0]!r}, which a {family} model needs") from None
+
+
+def rope_config(config: Mapping[str, Any]) -> Rope:
+    """Reads `rope_parameters`, or the older `rope_theta` with `rope_scaling`."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UserError(f"rope type {kind!r} is not supported: known are {', '.join(ROPE_KINDS)}")
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+             "mscale_all_dim", "truncate")  # fmt: skip
+    length = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings", 2048)
+    factor = rope.get("factor") or config.get("max_position_embeddings", length) / length
+    return Rope(
+        theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        kind=kind,
+        factor=float(factor),
+        original_max_position_embeddings=int(length),
+        **{name: rope[name] for name in names if rope.get(name) is not None},
+    )
+
+
+def layer_entries(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+    """Checkpoint suffix (after "layers.N.") -> path in the layer's parameters, for the tensors this config has."""
+    biased = {"o_proj": config.o_bias} | dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias)
+    entries = {}
+    for name, path in _PROJECTIONS.items():
+        entries[f"{name}.weight"] = (*path, "kernel")
+        if biased.get(path[-1], config.mlp_bias):
+            entries[f"{name}.bias"] = (*path, "bias")
+    for name, path in _NORMS.items():
+        if config.qk_norm or not name.startswith("self_attn"):
+            entries[f"{name}.weight"] = (*path, "scale")
+    return entries
+
+
+def take_tensor(tensors: Mapping[str, Any], name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    """One tensor in `dtype`, its shape checked. Raises UserError when it is missing or of another size."""
+    if name not in tensors:
+        raise UserError(f"checkpoint lacks the tensor {name!r}: is it complete, and of this architecture?")
+    array = np.asarray(tensors[name])
+    if array.shape != shape:
+        raise UserError(f"tensor {name!r} has shape {list(array.shape)}, the config asks for {list(shape)}")
+    return array.astype(dtype)
+
+
+def layers_from_tensors(tensors: Mapping[str, Any], prefix: str, like: Any, config: DecoderConfig, dtype: jnp.dtype) -> Any:
+    """Stacked layer parameters. `like`: abstract layers (`[L, ...]` leaves) that give the shapes."""
+    layers: dict[str, Any] = {}
+    for suffix, path in layer_entries(config).items():
+        leaf = like
+        for key in path:
+            leaf = leaf[key]
+        count, *shape = leaf.shape
+        stored = tuple(reversed(shape))
+        arrays = [take_tensor(tensors, f"{prefix}layers.{i}.{suffix}", stored, dtype).T for i in range(count)]
+        node = layers
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = jnp.asarray(np.stack(arrays))
+    return layers
+
+
+def layers_to_tensors(layers: Any, config: DecoderConfig) -> dict[str, np.ndarray]:
+    """The inverse of `layers_from_tensors`, with names relative to the checkpoint's root."""
+    tensors = {}
+    for suffix, path in layer_entries(config).items():
+        leaf = layers
+        for key in path:
+            leaf = leaf[key]
+        for i, array in enumerate(np.asarray(leaf)):
+            tensors[f"layers.{i}.{suffix}"] = np.ascontiguousarray(array.T)
+    return tensors

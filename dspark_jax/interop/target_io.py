@@ -1,0 +1,152 @@
+"""Loading a frozen target from a .gguf file, a Hugging Face directory or a hub id."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.errors import UserError
+from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
+from dspark_jax.interop.families import decoder_config, layers_from_tensors, take_tensor
+from dspark_jax.interop.gguf import read_gguf
+from dspark_jax.interop.tokenizer import Tokenizer
+from dspark_jax.models.config import DecoderConfig
+from dspark_jax.models.layers import Params
+from dspark_jax.models.target import Decoder
+from pallas_kernels.ragged_attention import ragged_attention, ragged_rows
+
+
+@flax.struct.dataclass
+class TargetOutput:
+    """Logits `[B, T, V]`, taps `[B, T, M·H]` and the hidden state after the final norm `[B, T, H]`."""
+
+    logits: jax.Array
+    taps: jax.Array
+    last_hidden: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A frozen model: `target(tokens [B, T])` runs it without a cache; `Engine` runs it with one.
+
+    Rows may be padded on the right: attention is causal, so real positions never see the padding.
+    """
+
+    config: DecoderConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    name: str
+    tap_layers: tuple[int, ...] = ()
+
+    @property
+    def module(self) -> Decoder:
+        return Decoder(self.config, self.tap_layers)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["embedding"].dtype
+
+    def with_taps(self, tap_layers: tuple[int, ...]) -> "Target":
+        """The same weights, tapped elsewhere. Raises UserError on ids outside -1 .. L - 1."""
+        _check_taps(tap_layers, self.config.num_layers)
+        return dataclasses.replace(self, tap_layers=tuple(tap_layers))
+
+    def __call__(self, tokens: jax.Array) -> TargetOutput:
+        return dense_forward(self.module, self.params, jnp.asarray(tokens))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the sizes and of some weights in bfloat16: the same for every dtype it is loaded in."""
+        sizes = dataclasses.replace(self.config, eos_token_ids=())
+        digest = hashlib.sha256(repr(sizes).encode())
+        for array in (self.params["norm"]["scale"], self.params["embedding"][:64]):
+            digest.update(np.asarray(array.astype(jnp.bfloat16)).tobytes())
+        return digest.hexdigest()[:16]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def dense_forward(module: Decoder, params: Params, tokens_BxT: jax.Array) -> TargetOutput:
+    """The target over whole sequences, no cache: for training features and for tests."""
+    batch, length = tokens_BxT.shape
+    output = hidden_states(module, params, tokens_BxT)
+    logits = module.apply({"params": params}, output.hidden_NxH, method=Decoder.logits)
+    shape = (batch, length, -1)
+    return TargetOutput(logits.reshape(shape), output.taps_NxMH.reshape(shape), output.hidden_NxH.reshape(shape))
+
+
+def hidden_states(module: Decoder, params: Params, tokens_BxT: jax.Array):
+    """`DecoderOutput` of B·T flat rows, each sequence causal over itself."""
+    batch, length = tokens_BxT.shape
+    zeros = jnp.zeros(batch, jnp.int32)
+    rows = ragged_rows(zeros + length, zeros, batch * length, length)
+    scale = module.config.head_dim**-0.5
+
+    def attend(layer, q, k, v):
+        return ragged_attention(q, k, v, rows, None, layer, causal=True, scale=scale)
+
+    return module.apply({"params": params}, tokens_BxT.reshape(-1), rows.position_N, attend)
+
+
+def load_target(
+    source: str | Path, *, dtype: jnp.dtype | str | None = None, tap_layers: tuple[int, ...] = ()
+) -> Target:
+    """Loads a model. `source`: a hub id, a directory with config.json, or a .gguf file.
+
+    `dtype` None: float32 on CPU, bfloat16 elsewhere. Raises UserError on anything that cannot be read or used.
+    """
+    path = locate(source)
+    dtype = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
+    if path.is_dir():
+        raw = read_json(path / "config.json")
+        tokenizer, tensors, eos = Tokenizer.from_directory(path), SafetensorsDirectory(path), _eos_ids(path, raw)
+    elif path.suffix == ".gguf":
+        model = read_gguf(path)
+        raw, tokenizer, tensors, eos = model.config, model.tokenizer, model.tensors, model.eos_token_ids
+    else:
+        raise UserError(f"{path} is neither a directory nor a .gguf file")
+    config = decoder_config(raw, tuple(eos))
+    _check_taps(tap_layers, config.num_layers)
+    params = decoder_params(config, tensors, dtype)
+    return Target(config, params, tokenizer, str(source), tuple(tap_layers))
+
+
+def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp.dtype) -> Params:
+    """The decoder's parameters, layers stacked, from tensors under Hugging Face names."""
+    like = abstract_params(Decoder(config))
+    params = {
+        "embedding": take_tensor(tensors, "model.embed_tokens.weight", like["embedding"].shape, dtype),
+        "norm": {"scale": take_tensor(tensors, "model.norm.weight", (config.hidden_size,), dtype)},
+    }
+    if not config.tied:
+        shape = like["lm_head"]["kernel"].shape
+        params["lm_head"] = {"kernel": np.ascontiguousarray(take_tensor(tensors, "lm_head.weight", shape[::-1], dtype).T)}
+    params = jax.tree.map(jnp.asarray, params)
+    return {**params, "layers": layers_from_tensors(tensors, "model.", like["layers"], config, dtype)}
+
+
+def abstract_params(module: Decoder) -> Params:
+    """Shapes of the decoder's parameters, nothing allocated."""
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    attend = lambda layer, q, k, v: q  # noqa: E731
+    return jax.eval_shape(lambda t: module.init(jax.random.key(0), t, t, attend), row)["params"]
+
+
+def _eos_ids(directory: Path, config: Mapping[str, Any]) -> list[int]:
+    """Stop tokens as generation_config.json gives them, else config.json; an int or a list, deduplicated."""
+    path = directory / "generation_config.json"
+    eos = read_json(path).get("eos_token_id") if path.is_file() else None
+    eos = config.get("eos_token_id") if eos is None else eos
+    return list(dict.fromkeys([eos] if isinstance(eos, int) else eos or []))
+
+
+def _check_taps(tap_layers: tuple[int, ...], num_layers: int) -> None:
+    bad = [i for i in tap_layers if not -1 <= i < num_layers]
+    if bad:
+        raise UserError(f"tap layer {bad[0]} does not exist: the target has layers 0 to {num_layers - 1}, -1 is its embedding")

@@ -1,0 +1,1 @@
+"""What the networks compute: thin Flax Linen modules, parameters as nested dicts."""

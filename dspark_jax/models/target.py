@@ -1,0 +1,71 @@
+"""The frozen target: one decoder for all families, with taps on its residual stream."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.models.config import DecoderConfig
+from dspark_jax.models.layers import (
+    DecoderLayer, Linear, RMSNorm, normal_init, rope_table, scan_layers, stacked_layers
+)
+
+# attend(layer, q [N,H,D], k [N,KV,D], v [N,KV,D]) -> [N,H,D]
+LayerAttend = Callable[[jax.Array | int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@flax.struct.dataclass
+class DecoderOutput:
+    """What one pass over N rows leaves behind. Nothing is written anywhere: the caller commits what it accepts."""
+
+    hidden_NxH: jax.Array  # after the final norm; `Decoder.logits` maps it to the vocabulary
+    taps_NxMH: jax.Array  # raw residual stream after the tapped layers, concatenated in the order asked for
+    k_LxNxKVxD: jax.Array
+    v_LxNxKVxD: jax.Array
+
+
+class Decoder(nn.Module):
+    """Llama- and Qwen-shaped causal language model over N flat rows.
+
+    A tap id l is the raw output of layer l (0-based), before the next norm; -1 is the embedding output (spec 1.3).
+    """
+
+    config: DecoderConfig
+    tap_layers: tuple[int, ...] = ()
+
+    def setup(self) -> None:
+        c = self.config
+        self.embedding = self.param("embedding", normal_init, (c.vocab_size, c.hidden_size))
+        self.layers = stacked_layers(self, c)
+        self.norm = RMSNorm(c.rms_eps)
+        if not c.tied:
+            self.lm_head = Linear(c.vocab_size)
+
+    def __call__(self, token_N: jax.Array, position_N: jax.Array, attend: LayerAttend) -> DecoderOutput:
+        c = self.config
+        x = self.embedding[token_N]
+        rope = rope_table(c.rope, c.head_dim, position_N, x.dtype)
+        # Layers that nobody taps write to a spare last slot.
+        tap_slot = [self.tap_layers.index(i) if i in self.tap_layers else -1 for i in range(-1, c.num_layers)]
+        slots = jnp.asarray(tap_slot) % (len(self.tap_layers) + 1)
+        taps = jnp.zeros((len(self.tap_layers) + 1, *x.shape), x.dtype).at[slots[0]].set(x)
+
+        def body(carry, layer):
+            x, taps = carry
+            index, params = layer
+            x, kv = DecoderLayer(c, parent=None).apply({"params": params}, x, rope, lambda *qkv: attend(index, *qkv))
+            return (x, taps.at[slots[index + 1]].set(x)), kv
+
+        (x, taps), (k, v) = scan_layers(body, (x, taps), self.layers)
+        hidden = self.norm(x)
+        if self.is_initializing():
+            self.logits(hidden)
+        return DecoderOutput(hidden, jnp.moveaxis(taps[:-1], 0, -2).reshape(*x.shape[:-1], -1), k, v)
+
+    def logits(self, hidden_NxH: jax.Array) -> jax.Array:
+        """`[N, V]` logits of hidden states after the final norm."""
+        if self.config.tied:
+            return jnp.einsum("nh,vh->nv", hidden_NxH, self.embedding)
+        return self.lm_head(hidden_NxH)

@@ -1,0 +1,1 @@
+"""Training a drafter: anchors, losses, the step, checkpoints, the loop."""

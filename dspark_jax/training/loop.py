@@ -1,0 +1,121 @@
+"""The training run of a config, from prompts to a drafter on disk. `train.py` is its door."""
+
+import dataclasses
+import signal
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from dspark_jax.data.batches import Batches, draft_vocabulary
+from dspark_jax.errors import UserError
+from dspark_jax.interop.drafter_io import Drafter, borrow, check_fit, init_drafter, save_drafter
+from dspark_jax.interop.target_io import Target, load_target
+from dspark_jax.models.config import DrafterConfig
+from dspark_jax.progress import Progress
+from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
+from dspark_jax.training.data import training_rows
+from dspark_jax.training.losses import LossWeights
+from dspark_jax.training.metrics import MetricLog, summary
+from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer, train_step
+
+
+def train(config: ConfigDict) -> Path:
+    """Runs or continues the training that a config describes. Returns the directory of the drafter.
+
+    Ctrl-C (or SIGTERM) ends the run after the current step with a checkpoint; the same command goes on from there.
+    """
+    target = load_target(config.target.path, dtype=config.target.dtype or None)
+    drafter_config = new_drafter_config(config, target)
+    target = target.with_taps(drafter_config.tap_layers)
+    manager = open_checkpoints(config)
+    rows = training_rows(config, target)
+    batches = Batches(rows, config.train.batch_size, config.data.max_length, config.seed)
+    ids = None
+    if drafter_config.reduced:
+        ids = draft_vocabulary(rows, drafter_config.draft_vocab_size, target.config.eos_token_ids, target.config.vocab_size)
+    drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
+    schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
+    optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
+    setup = Setup(target.module, drafter.module, loss_weights(config), config.train.num_anchors, optimizer)
+    state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
+    state = restore_latest(manager, state)
+    state = _run_steps(config, setup, target, drafter, state, batches, manager, schedule)
+    out = Path(config.workdir) / "drafter"
+    save_drafter(out, dataclasses.replace(drafter, params=state.params), target)
+    return out
+
+
+def _run_steps(config, setup, target: Target, drafter: Drafter, state: TrainState, batches: Batches, manager, schedule):
+    """The loop itself: one dispatch a step, metrics read once a window, so that the device never waits."""
+    steps, log, key = config.train.steps, MetricLog(config.workdir), jax.random.key(config.seed)
+    stop = _StopSignal()
+    start = time.monotonic()
+    with Progress("training", steps) as progress:
+        for step in range(int(state.step), steps):
+            tokens, mask = batches(step)
+            state, metrics = train_step(setup, target.params, drafter.borrowed, state, tokens, mask, key)
+            log.add(metrics)
+            if (step + 1) % config.train.log_every == 0 or step + 1 == steps:
+                row = log.write(step + 1, float(schedule(step)), time.monotonic() - start)
+                start = time.monotonic()
+                if not np.isfinite(row["loss"]):
+                    raise UserError(f"the loss is {row['loss']} at step {step + 1}: lower train.lr and start anew")
+                progress.update(step + 1, summary(row))
+            if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == steps:
+                save(manager, state)
+            if stop.asked:
+                save(manager, state, wait=True)
+                log.close()
+                raise KeyboardInterrupt(f"stopped after step {step + 1} of {steps}; the same command continues")
+    manager.wait_until_finished()
+    log.close()
+    stop.restore()
+    return state
+
+
+class _StopSignal:
+    """Remembers SIGINT and SIGTERM, so that a step is never torn; a second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+        self.restore()
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
+    """The drafter that a config asks for, with the target's widths (spec 1.2)."""
+    d, t = config.drafter, target.config
+    mask = target.tokenizer.token_id(d.mask_token) if target.tokenizer else None
+    if mask is None:
+        raise UserError(f"mask token {d.mask_token!r} is not in the target's vocabulary: set drafter.mask_token to an unused special")
+    decoder = dataclasses.replace(
+        t, family="qwen3", num_layers=d.num_layers, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, tied=False,
+        eos_token_ids=(),
+    )
+    made = DrafterConfig(
+        decoder=decoder, block_size=d.block_size, mask_token_id=mask, tap_layers=tuple(d.tap_layers),
+        num_target_layers=t.num_layers, draft_vocab_size=d.draft_vocab_size or t.vocab_size, markov_rank=d.markov_rank,
+        head_type=d.head_type, confidence=d.confidence,
+        confidence_with_markov=d.confidence and d.confidence_with_markov and d.markov_rank > 0,
+        num_anchors=config.train.num_anchors,
+    )
+    check_fit(made, target)
+    return made
+
+
+def loss_weights(config: ConfigDict) -> LossWeights:
+    t = config.train
+    return LossWeights(t.ce_weight, t.l1_weight, t.confidence_weight if config.drafter.confidence else 0.0, t.decay_gamma)
+
+

@@ -1,0 +1,27 @@
+"""Anchor attention in jnp."""
+
+import jax
+import jax.numpy as jnp
+
+
+def anchor_attention(
+    q_BxNxKxHxD: jax.Array, k_context_BxSxKVxD: jax.Array, v_context_BxSxKVxD: jax.Array,
+    k_block_BxNxKxKVxD: jax.Array, v_block_BxNxKxKVxD: jax.Array, anchor_BxN: jax.Array, keep_BxN: jax.Array, scale: float,
+) -> jax.Array:
+    """Block n of a sequence attends to context rows before its anchor (the anchor's own features are not known when
+    serving) and, both ways, to its own K slots; never to another block. Blocks not kept give zeros (spec 1.7).
+    """
+    batch, blocks, slots, heads, dim = q_BxNxKxHxD.shape
+    num_kv = k_context_BxSxKVxD.shape[2]
+    wide = jnp.promote_types(q_BxNxKxHxD.dtype, jnp.float32)
+    q = q_BxNxKxHxD.reshape(batch, blocks, slots, num_kv, heads // num_kv, dim)
+    context = jnp.einsum("bnkhgd,bshd->bhgnks", q, k_context_BxSxKVxD, preferred_element_type=wide) * scale
+    block = jnp.einsum("bnkhgd,bnjhd->bhgnkj", q, k_block_BxNxKxKVxD, preferred_element_type=wide) * scale
+    before = jnp.arange(context.shape[-1]) < anchor_BxN[..., None]  # [B, N, S]
+    context = jnp.where(before[:, None, None, :, None], context, -jnp.inf)
+    # A block's own slots are always visible, so the softmax of a dummy block is finite; its output is zeroed below.
+    weights = jax.nn.softmax(jnp.concatenate([context, block], axis=-1), axis=-1).astype(q.dtype)
+    on_context, on_block = jnp.split(weights, [context.shape[-1]], axis=-1)
+    out = jnp.einsum("bhgnks,bshd->bnkhgd", on_context, v_context_BxSxKVxD)
+    out = out + jnp.einsum("bhgnkj,bnjhd->bnkhgd", on_block, v_block_BxNxKxKVxD)
+    return jnp.where(keep_BxN[..., None, None, None], out.reshape(q_BxNxKxHxD.shape), 0)
