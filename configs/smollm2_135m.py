@@ -26,8 +26,12 @@ def get_config() -> ConfigDict:
 
     c.data.num_prompts = 1600
     # Chat in most turns, code and maths in the rest.
-    c.data.openings = ("", "", "", "What", "How", "Write a Python function", "Write", "Explain", "If", "Solve", "Calculate",
-                       "Can you", "Give me", "I", "Why", "A")  # fmt: skip
+    c.data.openings = (
+        *("", "", "", "What", "How", "Write a Python function", "Write", "Explain"),
+        *("If", "Solve", "Calculate", "Can you", "Give me", "I", "Why", "A"),
+    )
 
     c.train.num_anchors = 64
+
+    c.serve.drafter = "drafters/smollm2_135m"
     return c

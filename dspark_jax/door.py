@@ -23,7 +23,9 @@ def run_door(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def parse_config(argv: list[str], define: Callable[[flags.FlagValues], None] = lambda values: None) -> tuple[ConfigDict, flags.FlagValues]:
+def parse_config(
+    argv: list[str], define: Callable[[flags.FlagValues], None] = lambda values: None
+) -> tuple[ConfigDict, flags.FlagValues]:
     """Reads `--config=FILE`, `--config.section.key=value` overrides and the flags that `define` adds.
 
     Raises UserError on a missing config file, an unknown key or flag, and a value of the wrong type.
@@ -40,7 +42,9 @@ def parse_config(argv: list[str], define: Callable[[flags.FlagValues], None] = l
         if config is not None:
             config.keys()  # a config file that does not load reports itself at first use
     except KeyError as error:
-        raise UserError(f"unknown config key {' '.join(str(error.args[0]).split())} The keys are in configs/base.py") from None
+        raise UserError(
+            f"unknown config key {' '.join(str(error.args[0]).split())} The keys are in configs/base.py"
+        ) from None
     except Exception as error:  # a config file is Python: anything may come out of it
         raise UserError(_reason(error)) from None
     if len(rest) > 1:

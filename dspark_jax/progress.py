@@ -23,8 +23,10 @@ class Progress:
         self._finished = False
         if not self._plain:
             columns = (
-                rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn(),
-                rich.progress.MofNCompleteColumn(), rich.progress.TimeRemainingColumn(),
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.MofNCompleteColumn(),
+                rich.progress.TimeRemainingColumn(),
                 rich.progress.TextColumn("{task.fields[text]}"),
             )
             self._bar = rich.progress.Progress(*columns, console=self._console)

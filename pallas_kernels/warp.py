@@ -32,7 +32,9 @@ def apply(logits_NxV: jax.Array, warp: Warp) -> jax.Array:
     """Warped logits: over temperature, and -inf outside top-k, top-p, min-p. Ties at the edge are kept."""
     logits = scaled(logits_NxV, warp)
     limited = (warp.temperature > 0) & ((warp.top_k > 0) | (warp.top_p < 1) | (warp.min_p > 0))
-    limit = jax.lax.cond(jnp.any(limited), thresholds, lambda x, _: jnp.full(x.shape[:1], -jnp.inf, x.dtype), logits, warp)
+    limit = jax.lax.cond(
+        jnp.any(limited), thresholds, lambda x, _: jnp.full(x.shape[:1], -jnp.inf, x.dtype), logits, warp
+    )
     return jnp.where(logits >= jnp.where(limited, limit, -jnp.inf)[:, None], logits, -jnp.inf)
 
 
@@ -46,7 +48,8 @@ def thresholds(logits_NxV: jax.Array, warp: Warp) -> jax.Array:
     k = jnp.where(warp.top_k > 0, jnp.minimum(warp.top_k, vocab), vocab)
     top_k = _largest(lambda edge: jnp.sum(bits >= edge[:, None], axis=-1) >= k, len(k))
     weight = jnp.where(bits >= top_k[:, None], jnp.exp(logits_NxV - jnp.max(logits_NxV, axis=-1, keepdims=True)), 0)
-    wanted = warp.top_p * jnp.sum(weight, axis=-1)
+    # Never 0: whatever top_p is, the largest logits stay.
+    wanted = jnp.maximum(warp.top_p * jnp.sum(weight, axis=-1), jnp.finfo(weight.dtype).tiny)
     top_p = _largest(lambda edge: jnp.sum(jnp.where(bits >= edge[:, None], weight, 0), axis=-1) >= wanted, len(k))
     # top_p 1 must keep everything, whatever the rounding of the sums.
     edge = jnp.where(warp.top_p < 1, jnp.maximum(top_k, top_p), top_k)

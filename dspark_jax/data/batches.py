@@ -13,7 +13,9 @@ MIN_LEARNT = 8  # answers shorter than this teach a block drafter nothing
 SORTED_BATCHES = 16  # rows are sorted by length within this many batches, so that a batch pads little
 
 
-def draft_vocabulary(rows: Iterable[Mapping[str, Any]], size: int, always: Iterable[int], vocab_size: int) -> np.ndarray:
+def draft_vocabulary(
+    rows: Iterable[Mapping[str, Any]], size: int, always: Iterable[int], vocab_size: int
+) -> np.ndarray:
     """The `size` most frequent answer tokens as increasing ids; `always` (stop tokens) are among them.
 
     Ids never seen fill up a vocabulary that the answers do not; ties go to the lower id.
@@ -33,7 +35,9 @@ class Batches:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, max_length: int, seed: int):
         cut = [(row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])) for row in rows]
-        self.sequences = [(ids[:max_length], start) for ids, start in cut if min(len(ids), max_length) - start >= MIN_LEARNT]
+        self.sequences = [
+            (ids[:max_length], start) for ids, start in cut if min(len(ids), max_length) - start >= MIN_LEARNT
+        ]
         self.batch_size, self.seed = batch_size, seed
         if len(self.sequences) < batch_size:
             raise UserError(

@@ -22,7 +22,13 @@ def seed_of(text: str) -> int:
 
 
 def write_prompts(
-    engine: Engine, path: str | Path, count: int, openings: Sequence[str], temperature: float, max_tokens: int, seed: int
+    engine: Engine,
+    path: str | Path,
+    count: int,
+    openings: Sequence[str],
+    temperature: float,
+    max_tokens: int,
+    seed: int,
 ) -> list[PromptRow]:
     """Lets the target write `count` different user turns, starting them with `openings` in turn; resumable.
 
@@ -33,7 +39,11 @@ def write_prompts(
         raise UserError("only a target with a tokenizer and a chat template can write its own prompts")
     opening = user_opening(tokenizer)
     run = {
-        "target": engine.target.fingerprint, "openings": list(openings), "temperature": temperature, "max_tokens": max_tokens, "seed": seed,
+        "target": engine.target.fingerprint,
+        "openings": list(openings),
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "seed": seed,
     }
     with ResumableJsonl(path, run) as out, Progress("prompts", count) as progress:
         texts = {row["text"] for row in out.rows if row["text"]}
@@ -43,7 +53,10 @@ def write_prompts(
             ids = [str(i) for i in range(first, first + WAVE)]
             starts = [openings[int(i) % len(openings)] for i in ids]
             prompts = [tokenizer.encode(opening + start) for start in starts]
-            params = [SamplingParams(temperature=temperature, seed=seed_of(f"{seed}/prompt/{i}"), max_tokens=max_tokens) for i in ids]
+            params = [
+                SamplingParams(temperature=temperature, seed=seed_of(f"{seed}/prompt/{i}"), max_tokens=max_tokens)
+                for i in ids
+            ]
             for index, done in engine.stream_completions(prompts, params):
                 text = (starts[index] + done.text).strip()
                 kept = done.finish_reason == "stop" and is_plain_question(text) and text not in texts
@@ -65,7 +78,12 @@ def is_plain_question(text: str) -> bool:
 
 
 def write_answers(
-    engine: Engine, rows: Sequence[PromptRow], path: str | Path, temperatures: Sequence[float], max_tokens: int, seed: int
+    engine: Engine,
+    rows: Sequence[PromptRow],
+    path: str | Path,
+    temperatures: Sequence[float],
+    max_tokens: int,
+    seed: int,
 ) -> list[dict[str, Any]]:
     """The target's answer to each prompt, in batches, keyed by id; resumable.
 
@@ -73,7 +91,10 @@ def write_answers(
     training on re-tokenised text would show the drafter tokens that the target never produced.
     """
     run = {
-        "target": engine.target.fingerprint, "temperatures": list(temperatures), "max_tokens": max_tokens, "seed": seed,
+        "target": engine.target.fingerprint,
+        "temperatures": list(temperatures),
+        "max_tokens": max_tokens,
+        "seed": seed,
         "template": engine.target.tokenizer.template_hash if engine.target.tokenizer else None,
     }
     with ResumableJsonl(path, run) as out, Progress("answers", len(rows)) as progress:

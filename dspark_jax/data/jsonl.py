@@ -58,7 +58,9 @@ class ResumableJsonl:
             raise UserError(f"{stamp} is damaged: remove it and {self.path.name} to start over") from None
         differs = [key for key in sorted(set(before) | set(run)) if before.get(key) != run.get(key)]
         if differs:
-            raise UserError(f"{self.path} is the output of another run (its {', '.join(differs)} differ): choose another file")
+            raise UserError(
+                f"{self.path} is the output of another run (its {', '.join(differs)} differ): choose another file"
+            )
 
     def _cut_torn_line(self) -> None:
         with self.path.open("rb+") as file:

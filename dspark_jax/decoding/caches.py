@@ -36,12 +36,12 @@ class PagePool:
     ) -> "PagePool":
         """Stores the rows to keep at their absolute positions; the others are dropped."""
         pages, size = self.k_LxPxSxKVxD.shape[1:3]
-        column = jnp.minimum(rows.position_N // size, table_RxC.shape[1] - 1)
-        page_N = jnp.where(keep_N & rows.valid_N, table_RxC[rows.slot_N, column], pages)
+        column = rows.position_N // size
+        keep_N = keep_N & rows.valid_N & (column < table_RxC.shape[1])
+        page_N = jnp.where(keep_N, table_RxC[rows.slot_N, column], pages)
         at = (slice(None), page_N, rows.position_N % size)
         return PagePool(
-            self.k_LxPxSxKVxD.at[at].set(k_LxNxKVxD, mode="drop"),
-            self.v_LxPxSxKVxD.at[at].set(v_LxNxKVxD, mode="drop"),
+            self.k_LxPxSxKVxD.at[at].set(k_LxNxKVxD, mode="drop"), self.v_LxPxSxKVxD.at[at].set(v_LxNxKVxD, mode="drop")
         )
 
 

@@ -34,8 +34,14 @@ def draft_key(sampler: str, seed: Key, anchor_R: jax.Array, slot: int) -> Key:
 
 
 def propose(
-    module: DSpark, params: Params, borrowed: Borrowed, anchor_R: jax.Array, prefix: Prefix,
-    sampling: SlotSampling, sampler: str, num_tokens: int,
+    module: DSpark,
+    params: Params,
+    borrowed: Borrowed,
+    anchor_R: jax.Array,
+    prefix: Prefix,
+    sampling: SlotSampling,
+    sampler: str,
+    num_tokens: int,
 ) -> Proposal:
     """Drafts `num_tokens` tokens after every slot's anchor, which stands right behind its cached context."""
     size = module.config.block_size

@@ -45,8 +45,16 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, *, strategy: str = "auto", sampler: str = "rejection",
-        max_slots: int = 16, max_length: int | None = None, cache_tokens: int | None = None, page_size: int = 16,
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        strategy: str = "auto",
+        sampler: str = "rejection",
+        max_slots: int = 16,
+        max_length: int | None = None,
+        cache_tokens: int | None = None,
+        page_size: int = 16,
         rounds_per_dispatch: int = 4,
     ):
         if sampler not in SAMPLERS:
@@ -62,11 +70,18 @@ class Engine:
         self.pages = PageAllocator(-(-rows // page_size))
         self.models = Models(self.target.module, drafter.module if drafter else None, sampler)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
-        draft_pool = PagePool.empty(drafter.config.decoder, self.pages.total, page_size, target.dtype) if drafter else None
+        draft_pool = (
+            PagePool.empty(drafter.config.decoder, self.pages.total, page_size, target.dtype) if drafter else None
+        )
         target_pool = PagePool.empty(target.config, self.pages.total, page_size, target.dtype)
         self.caches = Caches(target_pool, draft_pool)
         self.slots = self._empty_slots()
         self._busy = False
+
+    @property
+    def context(self) -> int:
+        """Most tokens, prompt and answer, that one request can have."""
+        return min(self.max_length, self.pages.total * self.page_size)
 
     # ------------------------------------------------------------------------------------------------ public face
 
@@ -74,42 +89,45 @@ class Engine:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
     ) -> list[Completion]:
         """Completions in the order of the prompts. `params`: one for all, or one each."""
-        requests = self._requests(prompts, params)
-        for _ in self._run(requests, self.rounds):
+        requests = self.requests(prompts, params)
+        for _ in self.run(requests, self.rounds):
             pass
         return [request.completion for request in requests]
 
     def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         rounds_per_dispatch: int = 1,
     ) -> Iterator[StreamEvent]:
         """Yields (request, text_delta, token_ids, finish_reason) as tokens are committed."""
-        yield from (event for _, event in self._run(self._requests(prompts, params), rounds_per_dispatch))
+        yield from (event for _, event in self.run(self.requests(prompts, params), rounds_per_dispatch))
 
     def stream_completions(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
     ) -> Iterator[tuple[int, Completion]]:
         """Yields (request, completion) as requests end, in whatever order they do."""
-        for request, event in self._run(self._requests(prompts, params), self.rounds):
+        for request, event in self.run(self.requests(prompts, params), self.rounds):
             if event.finish_reason:
                 yield request.index, request.completion
 
     # --------------------------------------------------------------------------------------------------- requests
 
-    def _requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Request]:
+    def requests(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
+        """Requests ready to run, in the order of the prompts; each fills its own `completion`."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts, but {len(each)} sampling parameters: give one for all, or one each")
+            raise UserError(
+                f"{len(prompts)} prompts, but {len(each)} sampling parameters: give one for all, or one each"
+            )
         return [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         config, tokenizer = self.target.config, self.target.tokenizer
         ids = prompt_token_ids(prompt, tokenizer, config.vocab_size)
-        room = min(self.max_length, self.pages.total * self.page_size) - len(ids)
+        room = self.context - len(ids)
         if room < 1:
-            raise UserError(f"prompt {index} has {len(ids)} tokens, the context holds {room + len(ids)}: shorten it")
+            raise UserError(f"prompt {index} has {len(ids)} tokens, the context holds {self.context}: shorten it")
         stops = () if params.ignore_eos else config.eos_token_ids
         stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
         if len(stops) > STOP_WIDTH:
@@ -121,10 +139,12 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------- the loop
 
-    def _run(self, requests: list[Request], rounds: int) -> Iterator[tuple[Request, StreamEvent]]:
+    def run(self, requests: list[Request], rounds: int) -> Iterator[tuple[Request, StreamEvent]]:
         """Runs all requests; yields (request, event) for every dispatch in which the request got tokens."""
         if self._busy:
-            raise UserError("this engine is already generating: finish or close that stream first, or make a second engine")
+            raise UserError(
+                "this engine is already generating: finish or close that stream first, or make a second engine"
+            )
         self._busy, self.slots = True, self._empty_slots()  # an abandoned stream may have left slots running
         queue = collections.deque(requests)
         live: list[Request] = []  # in slot order
@@ -167,8 +187,14 @@ class Engine:
         # Two dispatches may be in flight: the host's lengths lag by one.
         longest = max(len(r.prompt_ids) + len(r.completion.token_ids) for r in live) + 2 * rounds * (self.drafts + 1)
         self.caches, self.slots, emitted = decode(
-            self.models, self.weights, self.caches, self.slots, active=active, drafts=self.drafts,
-            context_pages=self._context_pages(longest), rounds=rounds,
+            self.models,
+            self.weights,
+            self.caches,
+            self.slots,
+            active=active,
+            drafts=self.drafts,
+            context_pages=self._context_pages(longest),
+            rounds=rounds,
         )
         return _Dispatch(list(live), emitted)
 
@@ -235,7 +261,13 @@ class Engine:
             tokens = np.array([part + [0] * (width - len(part)) for part in parts], np.int32)
             count = np.array([len(part) for part in parts], np.int32)
             self.caches = prefill(
-                self.models, self.weights, self.caches, table, tokens, np.full(slots, start, np.int32), count,
+                self.models,
+                self.weights,
+                self.caches,
+                table,
+                tokens,
+                np.full(slots, start, np.int32),
+                count,
                 context_pages=self._context_pages(start),
             )
 

@@ -66,7 +66,13 @@ class Emitted:
 
 
 def target_rows(
-    models: Models, weights: Weights, caches: Caches, table_RxC: jax.Array, token_N: jax.Array, rows: Rows, cached_R: jax.Array
+    models: Models,
+    weights: Weights,
+    caches: Caches,
+    table_RxC: jax.Array,
+    token_N: jax.Array,
+    rows: Rows,
+    cached_R: jax.Array,
 ) -> DecoderOutput:
     """The target over N rows behind the slots' cached prefixes. Reads the cache, writes nothing."""
     prefix = caches.target.view(table_RxC, cached_R)
@@ -79,22 +85,32 @@ def target_rows(
 
 
 def commit(
-    models: Models, weights: Weights, caches: Caches, table_RxC: jax.Array, output: DecoderOutput, rows: Rows, keep_N: jax.Array
+    models: Models,
+    weights: Weights,
+    caches: Caches,
+    table_RxC: jax.Array,
+    output: DecoderOutput,
+    rows: Rows,
+    keep_N: jax.Array,
 ) -> Caches:
     """Writes the rows to keep: the target's keys and values, and the drafter's, made from the rows' taps."""
     target = caches.target.write(output.k_LxNxKVxD, output.v_LxNxKVxD, table_RxC, rows, keep_N)
     if models.drafter is None:
         return Caches(target, None)
-    k, v = models.drafter.apply(
-        {"params": weights.drafter}, output.taps_NxMH, rows.position_N, method=DSpark.context
-    )
+    k, v = models.drafter.apply({"params": weights.drafter}, output.taps_NxMH, rows.position_N, method=DSpark.context)
     return Caches(target, caches.draft.write(k, v, table_RxC, rows, keep_N))
 
 
 @functools.partial(jax.jit, static_argnames=("models", "context_pages"), donate_argnames="caches")
 def prefill(
-    models: Models, weights: Weights, caches: Caches, table_RxC: jax.Array, token_RxQ: jax.Array,
-    start_R: jax.Array, count_R: jax.Array, context_pages: int,
+    models: Models,
+    weights: Weights,
+    caches: Caches,
+    table_RxC: jax.Array,
+    token_RxQ: jax.Array,
+    start_R: jax.Array,
+    count_R: jax.Array,
+    context_pages: int,
 ) -> Caches:
     """Caches `count_R` prompt tokens of each slot from position `start_R` on; what lies before is cached already."""
     slots, block = token_RxQ.shape
@@ -115,8 +131,14 @@ def decode_round(
     block_RxQ = slots.anchor_R[:, None]
     if drafts:
         proposal = propose(
-            models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, caches.draft.view(table, cached_R),
-            slots.sampling, models.sampler, drafts,
+            models.drafter,
+            weights.drafter,
+            weights.borrowed,
+            slots.anchor_R,
+            caches.draft.view(table, cached_R),
+            slots.sampling,
+            models.sampler,
+            drafts,
         )
         token_ids = weights.borrowed.token_ids_Vd
         block_RxQ = jnp.concatenate([block_RxQ, proposal.token_RxK], axis=1)
@@ -132,7 +154,11 @@ def decode_round(
         anchor_R=jnp.where(active_R, last, slots.anchor_R), length_R=slots.length_R + emitted_R, remaining_R=remaining_R
     )
     # A drafted token counts as accepted only if it was emitted: a stop or the limit may have cut it off.
-    return caches, slots, (emitted_RxQ, emitted_R, jnp.maximum(count_R - 1, 0), jnp.minimum(verdict.accepted_R, emitted_R))
+    return (
+        caches,
+        slots,
+        (emitted_RxQ, emitted_R, jnp.maximum(count_R - 1, 0), jnp.minimum(verdict.accepted_R, emitted_R)),
+    )
 
 
 def _emit(
@@ -155,10 +181,19 @@ def _emit(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("models", "active", "drafts", "context_pages", "rounds"), donate_argnames=("caches", "slots")
+    jax.jit,
+    static_argnames=("models", "active", "drafts", "context_pages", "rounds"),
+    donate_argnames=("caches", "slots"),
 )
 def decode(
-    models: Models, weights: Weights, caches: Caches, slots: Slots, active: int, drafts: int, context_pages: int, rounds: int
+    models: Models,
+    weights: Weights,
+    caches: Caches,
+    slots: Slots,
+    active: int,
+    drafts: int,
+    context_pages: int,
+    rounds: int,
 ) -> tuple[Caches, Slots, Emitted]:
     """Up to `rounds` rounds of the first `active` slots in one device loop; it ends early when all have ended."""
     used = jax.tree.map(lambda a: a[:active], slots)

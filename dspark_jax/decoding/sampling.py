@@ -58,7 +58,9 @@ class SlotSampling:
     @classmethod
     def of(cls, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], width: int) -> "SlotSampling":
         """One slot's entries (scalars, stop ids `[width]`). A seed is 64 bits: two words of the key."""
-        warp = Warp(np.float32(params.temperature), np.int32(params.top_k), np.float32(params.top_p), np.float32(params.min_p))
+        warp = Warp(
+            np.float32(params.temperature), np.int32(params.top_k), np.float32(params.top_p), np.float32(params.min_p)
+        )
         words = (np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF))
         stops = np.full(width, -1, np.int32)
         stops[: len(stop_ids)] = stop_ids
@@ -72,7 +74,9 @@ def argmax(scores_NxV: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(scores_NxV == peak, index, scores_NxV.shape[-1] - 1), axis=-1)
 
 
-def draw(warped_NxV: jax.Array, temperature_N: jax.Array, key_N: Key, token_ids_V: jax.Array | None = None) -> jax.Array:
+def draw(
+    warped_NxV: jax.Array, temperature_N: jax.Array, key_N: Key, token_ids_V: jax.Array | None = None
+) -> jax.Array:
     """Index of each row's argmax of warped logits plus keyed Gumbel noise; no noise where the temperature is 0.
 
     `token_ids_V`: target ids of a reduced vocabulary, by which the noise is keyed.

@@ -20,8 +20,12 @@ class Verdict:
 
 
 def verify(
-    logits_NxV: jax.Array, rows: Rows, proposal: Proposal | None, token_ids_Vd: jax.Array | None,
-    sampling: SlotSampling, sampler: str,
+    logits_NxV: jax.Array,
+    rows: Rows,
+    proposal: Proposal | None,
+    token_ids_Vd: jax.Array | None,
+    sampling: SlotSampling,
+    sampler: str,
 ) -> Verdict:
     """`logits_NxV`: the target's logits of each slot's anchor and drafts. Exact for every sampler (method.md)."""
     if sampler == "coupled":
@@ -80,7 +84,9 @@ def _verify_rejection(
         return jnp.where(accepted < rows.count_R - 1, residual, bonus)
 
     best = argmax(logits_RxV)
-    return Verdict(accepted, jax.lax.cond(jnp.all(greedy_R), lambda: best, lambda: jnp.where(greedy_R, best, sampled())))
+    return Verdict(
+        accepted, jax.lax.cond(jnp.all(greedy_R), lambda: best, lambda: jnp.where(greedy_R, best, sampled()))
+    )
 
 
 def _accept_sampled(
@@ -96,8 +102,12 @@ def _accept_sampled(
 
 
 def _draw_residual(
-    warped_RxV: jax.Array, accepted_R: jax.Array, position_R: jax.Array, proposal: Proposal,
-    token_ids_Vd: jax.Array, sampling: SlotSampling,
+    warped_RxV: jax.Array,
+    accepted_R: jax.Array,
+    position_R: jax.Array,
+    proposal: Proposal,
+    token_ids_Vd: jax.Array,
+    sampling: SlotSampling,
 ) -> jax.Array:
     """A token from max(p - q, 0), normalised. Where rounding leaves no mass, from p: there p and q are equal."""
     slot = jnp.minimum(accepted_R, proposal.token_RxK.shape[1] - 1)[:, None, None]

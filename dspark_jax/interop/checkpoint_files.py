@@ -80,7 +80,12 @@ class SafetensorsDirectory(Mapping[str, np.ndarray]):
     def _paths(directory: Path) -> list[Path]:
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            paths = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+                raise UserError(f"{index} is damaged: its weight_map should map tensors to file names")
+            paths = [directory / name for name in sorted(set(names.values()))]
+        elif (directory / "model.safetensors").is_file():
+            paths = [directory / "model.safetensors"]
         else:
             paths = sorted(directory.glob("*.safetensors"))
         missing = [path.name for path in paths if not path.is_file()]
@@ -90,7 +95,10 @@ class SafetensorsDirectory(Mapping[str, np.ndarray]):
         return paths
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._open[self._files[name]].get_tensor(name)
+        try:
+            return self._open[self._files[name]].get_tensor(name)
+        except (AttributeError, TypeError) as error:  # a dtype that numpy does not know, such as float8
+            raise UserError(f"tensor {name!r} cannot be read ({error}): only float weights are") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

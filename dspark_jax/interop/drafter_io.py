@@ -72,7 +72,8 @@ def init_drafter(config: DrafterConfig, key: jax.Array) -> Params:
     hidden = config.decoder.hidden_size
     taps = jnp.zeros((1, len(config.tap_layers) * hidden))
     borrowed = Borrowed(
-        jnp.zeros((config.decoder.vocab_size, hidden)), jnp.zeros((config.draft_vocab_size, hidden)),
+        jnp.zeros((config.decoder.vocab_size, hidden)),
+        jnp.zeros((config.draft_vocab_size, hidden)),
         jnp.zeros(config.draft_vocab_size, jnp.int32),
     )
     return DSpark(config).init(key, taps, jnp.zeros(1, jnp.int32), borrowed)["params"]
@@ -103,7 +104,9 @@ def _tables(tensors: Mapping[str, Any], config: DrafterConfig, target: Target) -
     if config.reduced:
         ids = take_tensor(tensors, "d2t", (spoken,), np.int64) + np.arange(spoken)
         if ids.min() < 0 or ids.max() >= vocab or (np.diff(ids) <= 0).any():
-            raise UserError("d2t is no increasing map into the target's vocabulary: offsets (target id - draft id) are expected")
+            raise UserError(
+                "d2t is no increasing map into the target's vocabulary: offsets (target id - draft id) are expected"
+            )
     borrowed = borrow(target, ids)
     if "embed_tokens.weight" in tensors:
         table = take_tensor(tensors, "embed_tokens.weight", (vocab, hidden), target.dtype)
@@ -163,7 +166,9 @@ def check_fit(config: DrafterConfig, target: Target) -> None:
     }
     for what, (drafter, own) in pairs.items():
         if drafter != own:
-            raise UserError(f"this drafter was made for another target: its {what} is {drafter}, {target.name} has {own}")
+            raise UserError(
+                f"this drafter was made for another target: its {what} is {drafter}, {target.name} has {own}"
+            )
     taps = config.tap_layers
     if not taps or list(taps) != sorted(set(taps)) or taps[0] < -1 or taps[-1] >= t.num_layers:
         raise UserError(f"tap layers {list(taps)} must increase and lie in -1 .. {t.num_layers - 1}")

@@ -11,6 +11,8 @@ from dspark_jax.models.config import DecoderConfig, Rope
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+                 "mscale_all_dim")  # fmt: skip
 
 # Suffix in the checkpoint -> place in `DecoderLayer`'s parameters. Kernels are stored [out, in] there, [in, out] here.
 _PROJECTIONS = {
@@ -18,63 +20,99 @@ _PROJECTIONS = {
     **{f"mlp.{name}_proj": ("mlp", f"{name}_proj") for name in ("gate", "up", "down")},
 }
 _NORMS = {
-    "input_layernorm": ("input_layernorm",), "post_attention_layernorm": ("post_attention_layernorm",),
-    "self_attn.q_norm": ("q_norm",), "self_attn.k_norm": ("k_norm",),
+    "input_layernorm": ("input_layernorm",),
+    "post_attention_layernorm": ("post_attention_layernorm",),
+    "self_attn.q_norm": ("q_norm",),
+    "self_attn.k_norm": ("k_norm",),
 }
 
 
 def decoder_config(config: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> DecoderConfig:
-    """Reads a config.json. Raises UserError on a family, activation, rope kind or window that is not supported."""
+    """Reads a config.json. Raises UserError on a family, size, activation, rope kind or window that is not supported."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"unknown architecture {family!r}: this version reads {', '.join(FAMILIES)}")
+    _refuse_unsupported(config, family)
+    heads = positive_int(config, "num_attention_heads")
+    hidden = positive_int(config, "hidden_size")
+    # Qwen2 has biases on q, k and v whatever its config says, and none on o.
+    bias = bool(config.get("attention_bias", False))
+    made = DecoderConfig(
+        family=family,
+        vocab_size=positive_int(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=positive_int(config, "intermediate_size"),
+        num_layers=positive_int(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=positive_int(config, "num_key_value_heads", heads),
+        head_dim=positive_int(config, "head_dim", hidden // heads),
+        rope=rope_config(config),
+        rms_eps=config.get("rms_norm_eps", 1e-6),
+        max_length=positive_int(config, "max_position_embeddings", 2048),
+        qk_norm=family == "qwen3",
+        qkv_bias=bias or family == "qwen2",
+        o_bias=bias and family != "qwen2",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        eos_token_ids=tuple(eos_token_ids),
+    )
+    if made.head_dim % 2 or made.num_heads % made.num_kv_heads:
+        raise UserError(
+            f"head_dim {made.head_dim} must be even, and num_attention_heads {made.num_heads} "
+            f"a multiple of num_key_value_heads {made.num_kv_heads}"
+        )
+    return made
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
+    """What a config may ask for and this code would silently compute otherwise."""
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"activation {config['hidden_act']!r} is not supported for {family}: only silu is")
     if config.get("use_sliding_window") and config.get("sliding_window"):
-        raise UserError(f"sliding-window attention in a {family} config is not supported yet: set use_sliding_window false")
-    try:
-        heads = config["num_attention_heads"]
-        bias = bool(config.get("attention_bias", family == "qwen2"))
-        return DecoderConfig(
-            family=family,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rope=rope_config(config),
-            rms_eps=config.get("rms_norm_eps", 1e-6),
-            max_length=config.get("max_position_embeddings", 2048),
-            qk_norm=family == "qwen3",
-            qkv_bias=bias,
-            o_bias=bias and family != "qwen2",
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            eos_token_ids=tuple(eos_token_ids),
-        )
-    except KeyError as error:
-        raise UserError(f"config.json lacks {error.args[0]!r}, which a {family} model needs") from None
+        raise UserError(f"sliding-window attention is not supported for {family} yet: set use_sliding_window to false")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"quantised weights ({method}) are not read: take the bfloat16 checkpoint of this model")
+
+
+def positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A size of a config.json; an absent or null one takes the default. UserError names a useless or missing one."""
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"config.json: {name} is {value!r}, a positive whole number is needed")
+    return value
 
 
 def rope_config(config: Mapping[str, Any]) -> Rope:
     """Reads `rope_parameters`, or the older `rope_theta` with `rope_scaling`."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    parts = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise UserError("config.json: the rope settings must be an object with rope_type and rope_theta")
+    rope = {**parts[0], **parts[1]}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise UserError(f"rope type {kind!r} is not supported: known are {', '.join(ROPE_KINDS)}")
-    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-             "mscale_all_dim", "truncate")  # fmt: skip
-    length = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings", 2048)
-    factor = rope.get("factor") or config.get("max_position_embeddings", length) / length
-    return Rope(
-        theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        kind=kind,
-        factor=float(factor),
-        original_max_position_embeddings=int(length),
-        **{name: rope[name] for name in names if rope.get(name) is not None},
-    )
+    if kind not in ROPE_KINDS or any(isinstance(value, Mapping) for value in rope.values()):
+        what = kind if kind not in ROPE_KINDS else "one per layer type"
+        raise UserError(f"rope type {what!r} is not supported: known are {', '.join(ROPE_KINDS)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError("rope with a partial_rotary_factor is not supported")
+    context = config.get("max_position_embeddings") or 2048
+    outside = config.get("original_max_position_embeddings")  # takes precedence, as in `transformers`
+    length = outside or rope.get("original_max_position_embeddings") or context
+    if kind in ("linear", "llama3") and not rope.get("factor"):
+        raise UserError(f"rope type {kind!r} needs a factor in config.json")
+    try:
+        numbers = {name: float(rope[name]) for name in _ROPE_NUMBERS if rope.get(name) is not None}
+        return Rope(
+            theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            kind=kind,
+            factor=float(rope.get("factor") or context / length),
+            original_max_position_embeddings=int(length),
+            truncate=bool(rope.get("truncate", True)),
+            **numbers,
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.json: a rope setting is no number ({error})") from None
 
 
 def layer_entries(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
@@ -98,10 +136,14 @@ def take_tensor(tensors: Mapping[str, Any], name: str, shape: tuple[int, ...], d
     array = np.asarray(tensors[name])
     if array.shape != shape:
         raise UserError(f"tensor {name!r} has shape {list(array.shape)}, the config asks for {list(shape)}")
+    if array.dtype.kind not in "fV":  # bfloat16 is a void to numpy
+        raise UserError(f"tensor {name!r} holds {array.dtype}: only float weights are read")
     return array.astype(dtype)
 
 
-def layers_from_tensors(tensors: Mapping[str, Any], prefix: str, like: Any, config: DecoderConfig, dtype: jnp.dtype) -> Any:
+def layers_from_tensors(
+    tensors: Mapping[str, Any], prefix: str, like: Any, config: DecoderConfig, dtype: jnp.dtype
+) -> Any:
     """Stacked layer parameters. `like`: abstract layers (`[L, ...]` leaves) that give the shapes."""
     layers: dict[str, Any] = {}
     for suffix, path in layer_entries(config).items():

@@ -190,9 +190,7 @@ def _split_rotary_pairs(values: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _config(
-    metadata: _Metadata, found: dict[str, ReaderTensor], rope_factors: ReaderTensor | None
-) -> dict[str, Any]:
+def _config(metadata: _Metadata, found: dict[str, ReaderTensor], rope_factors: ReaderTensor | None) -> dict[str, Any]:
     """The config.json of the model; raises `UserError` for features that are not supported."""
     architecture = metadata.need("general.architecture")
     hidden_size = metadata.need("{arch}.embedding_length")

@@ -14,7 +14,7 @@ import numpy as np
 
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
-from dspark_jax.interop.families import decoder_config, layers_from_tensors, take_tensor
+from dspark_jax.interop.families import decoder_config, layer_entries, layers_from_tensors, take_tensor
 from dspark_jax.interop.gguf import read_gguf
 from dspark_jax.interop.tokenizer import Tokenizer
 from dspark_jax.models.config import DecoderConfig
@@ -102,7 +102,7 @@ def load_target(
     `dtype` None: float32 on CPU, bfloat16 elsewhere. Raises UserError on anything that cannot be read or used.
     """
     path = locate(source)
-    dtype = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
+    dtype = float_dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
     if path.is_dir():
         raw = read_json(path / "config.json")
         tokenizer, tensors, eos = Tokenizer.from_directory(path), SafetensorsDirectory(path), _eos_ids(path, raw)
@@ -120,15 +120,40 @@ def load_target(
 def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp.dtype) -> Params:
     """The decoder's parameters, layers stacked, from tensors under Hugging Face names."""
     like = abstract_params(Decoder(config))
+    _refuse_unexpected(config, tensors)
     params = {
         "embedding": take_tensor(tensors, "model.embed_tokens.weight", like["embedding"].shape, dtype),
         "norm": {"scale": take_tensor(tensors, "model.norm.weight", (config.hidden_size,), dtype)},
     }
     if not config.tied:
         shape = like["lm_head"]["kernel"].shape
-        params["lm_head"] = {"kernel": np.ascontiguousarray(take_tensor(tensors, "lm_head.weight", shape[::-1], dtype).T)}
+        params["lm_head"] = {
+            "kernel": np.ascontiguousarray(take_tensor(tensors, "lm_head.weight", shape[::-1], dtype).T)
+        }
     params = jax.tree.map(jnp.asarray, params)
     return {**params, "layers": layers_from_tensors(tensors, "model.", like["layers"], config, dtype)}
+
+
+def _refuse_unexpected(config: DecoderConfig, tensors: Mapping[str, Any]) -> None:
+    """A tensor that the config does not account for means that the model would compute something else."""
+    layers = {f"model.layers.{i}.{suffix}" for i in range(config.num_layers) for suffix in layer_entries(config)}
+    known = layers | {"model.embed_tokens.weight", "model.norm.weight"}
+    strange = [
+        n for n in tensors if n.startswith("model.") and n not in known and not n.endswith("rotary_emb.inv_freq")
+    ]
+    if strange:
+        raise UserError(f"the checkpoint has a tensor that its config does not account for: {strange[0]!r}")
+
+
+def float_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
+    """A floating dtype by name. UserError on anything else."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise UserError(f"dtype {str(dtype)!r} is not one to compute in: use float32, bfloat16, float16 or float64")
+    return found
 
 
 def abstract_params(module: Decoder) -> Params:
@@ -147,6 +172,10 @@ def _eos_ids(directory: Path, config: Mapping[str, Any]) -> list[int]:
 
 
 def _check_taps(tap_layers: tuple[int, ...], num_layers: int) -> None:
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in tap_layers) or len(set(tap_layers)) < len(tap_layers):
+        raise UserError(f"tap layers {list(tap_layers)} must be different whole numbers")
     bad = [i for i in tap_layers if not -1 <= i < num_layers]
     if bad:
-        raise UserError(f"tap layer {bad[0]} does not exist: the target has layers 0 to {num_layers - 1}, -1 is its embedding")
+        raise UserError(
+            f"tap layer {bad[0]} does not exist: the target has layers 0 to {num_layers - 1}, -1 is its embedding"
+        )

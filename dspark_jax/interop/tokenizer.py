@@ -54,11 +54,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        special_texts: Mapping[str, str],
-        chat_template: str | None,
-        source: str,
+        self, backend: tokenizers.Tokenizer, special_texts: Mapping[str, str], chat_template: str | None, source: str
     ) -> None:
         # tokenizer.json may carry the limits of someone's training run, which would cut prompts silently.
         backend.no_truncation()
@@ -189,9 +185,7 @@ class Tokenizer:
         # Templates test `tools is not none`, which an undefined name would pass.
         variables = {"tools": None, "documents": None, **self._special_texts, **kwargs}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **variables
-            )
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{self.source}: the chat template failed ({error}); check the messages") from error
 

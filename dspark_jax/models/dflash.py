@@ -9,7 +9,7 @@ from dspark_jax.models.target import LayerAttend
 
 
 class DFlash(nn.Module):
-    """Context rows give keys and values only; block rows give queries too. One projection of the taps serves all layers."""
+    """Context rows give keys and values only, block rows queries too. One projection of the taps serves all layers."""
 
     config: DrafterConfig
 

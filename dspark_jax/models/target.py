@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.models.config import DecoderConfig
-from dspark_jax.models.layers import (
-    DecoderLayer, Linear, RMSNorm, normal_init, rope_table, scan_layers, stacked_layers
-)
+from dspark_jax.models.layers import DecoderLayer, Linear, RMSNorm, normal_init, rope_table, scan_layers, stacked_layers
 
 # attend(layer, q [N,H,D], k [N,KV,D], v [N,KV,D]) -> [N,H,D]
 LayerAttend = Callable[[jax.Array | int, jax.Array, jax.Array, jax.Array], jax.Array]

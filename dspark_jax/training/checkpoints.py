@@ -19,12 +19,18 @@ def open_checkpoints(config: ConfigDict) -> ocp.CheckpointManager:
     """The run's checkpoint manager (the newest two are kept). UserError if the workdir belongs to another config."""
     folder = Path(config.workdir).absolute()
     stamp = folder / "config.json"
-    mine = _flat({name: config[name].to_dict() for name in ("target", "drafter", "data", "train")} | {"seed": config.seed})
+    mine = _flat(
+        {name: config[name].to_dict() for name in ("target", "drafter", "data", "train")} | {"seed": config.seed}
+    )
     if stamp.exists():
         before = json.loads(stamp.read_text(encoding="utf-8"))
-        differs = [key for key in sorted(set(mine) | set(before)) if mine.get(key) != before.get(key) and key not in _FREE]
+        differs = [
+            key for key in sorted(set(mine) | set(before)) if mine.get(key) != before.get(key) and key not in _FREE
+        ]
         if differs:
-            raise UserError(f"{folder} holds a run with another {', '.join(differs)}: set config.workdir to a new folder")
+            raise UserError(
+                f"{folder} holds a run with another {', '.join(differs)}: set config.workdir to a new folder"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     stamp.write_text(json.dumps(mine, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return ocp.CheckpointManager(folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2))

@@ -15,14 +15,26 @@ def training_rows(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
     """Prompts (from a file, or written by the target) with the target's answers; an interrupted run is continued."""
     data, folder = config.data, Path(config.workdir)
     # Many rounds a dispatch: nobody watches, and the host's share shrinks.
-    engine = Engine(target, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length, rounds_per_dispatch=16)
+    engine = Engine(
+        target, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length, rounds_per_dispatch=16
+    )
     if data.prompts:
         prompts = read_prompts(data.prompts)[: data.num_prompts]
     else:
         prompts = write_prompts(
-            engine, folder / "prompts.jsonl", data.num_prompts, data.openings,
-            temperature=data.prompt_temperature, max_tokens=data.max_prompt_tokens, seed=config.seed,
+            engine,
+            folder / "prompts.jsonl",
+            data.num_prompts,
+            data.openings,
+            temperature=data.prompt_temperature,
+            max_tokens=data.max_prompt_tokens,
+            seed=config.seed,
         )
     return write_answers(
-        engine, prompts, folder / "answers.jsonl", data.temperatures, max_tokens=data.max_answer_tokens, seed=config.seed
+        engine,
+        prompts,
+        folder / "answers.jsonl",
+        data.temperatures,
+        max_tokens=data.max_answer_tokens,
+        seed=config.seed,
     )

@@ -36,7 +36,9 @@ def train(config: ConfigDict) -> Path:
     batches = Batches(rows, config.train.batch_size, config.data.max_length, config.seed)
     ids = None
     if drafter_config.reduced:
-        ids = draft_vocabulary(rows, drafter_config.draft_vocab_size, target.config.eos_token_ids, target.config.vocab_size)
+        ids = draft_vocabulary(
+            rows, drafter_config.draft_vocab_size, target.config.eos_token_ids, target.config.vocab_size
+        )
     drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
     schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
     optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
@@ -98,15 +100,30 @@ def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
     d, t = config.drafter, target.config
     mask = target.tokenizer.token_id(d.mask_token) if target.tokenizer else None
     if mask is None:
-        raise UserError(f"mask token {d.mask_token!r} is not in the target's vocabulary: set drafter.mask_token to an unused special")
+        raise UserError(
+            f"mask token {d.mask_token!r} is not in the target's vocabulary: set drafter.mask_token to an unused special"
+        )
     decoder = dataclasses.replace(
-        t, family="qwen3", num_layers=d.num_layers, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, tied=False,
+        t,
+        family="qwen3",
+        num_layers=d.num_layers,
+        qk_norm=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tied=False,
         eos_token_ids=(),
     )
     made = DrafterConfig(
-        decoder=decoder, block_size=d.block_size, mask_token_id=mask, tap_layers=tuple(d.tap_layers),
-        num_target_layers=t.num_layers, draft_vocab_size=d.draft_vocab_size or t.vocab_size, markov_rank=d.markov_rank,
-        head_type=d.head_type, confidence=d.confidence,
+        decoder=decoder,
+        block_size=d.block_size,
+        mask_token_id=mask,
+        tap_layers=tuple(d.tap_layers),
+        num_target_layers=t.num_layers,
+        draft_vocab_size=d.draft_vocab_size or t.vocab_size,
+        markov_rank=d.markov_rank,
+        head_type=d.head_type,
+        confidence=d.confidence,
         confidence_with_markov=d.confidence and d.confidence_with_markov and d.markov_rank > 0,
         num_anchors=config.train.num_anchors,
     )
@@ -116,6 +133,6 @@ def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
 
 def loss_weights(config: ConfigDict) -> LossWeights:
     t = config.train
-    return LossWeights(t.ce_weight, t.l1_weight, t.confidence_weight if config.drafter.confidence else 0.0, t.decay_gamma)
-
-
+    return LossWeights(
+        t.ce_weight, t.l1_weight, t.confidence_weight if config.drafter.confidence else 0.0, t.decay_gamma
+    )

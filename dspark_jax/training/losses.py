@@ -30,10 +30,9 @@ class LossTerms:
 
     def total(self, weights: LossWeights) -> jax.Array:
         """The scalar loss."""
-        return (
-            weights.ce * self.ce / (self.ce_weight + 1e-6)
-            + (weights.l1 * self.l1 + weights.confidence * self.confidence) / (self.weight + 1e-6)
-        )
+        return weights.ce * self.ce / (self.ce_weight + 1e-6) + (
+            weights.l1 * self.l1 + weights.confidence * self.confidence
+        ) / (self.weight + 1e-6)
 
 
 def total_variation(draft_logits: jax.Array, target_log_prob: jax.Array, reduced: bool) -> jax.Array:
@@ -50,8 +49,13 @@ def total_variation(draft_logits: jax.Array, target_log_prob: jax.Array, reduced
 
 
 def loss_terms(
-    draft_logits: jax.Array, confidence_logits: jax.Array, target_log_prob: jax.Array, label: jax.Array,
-    eval_mask: jax.Array, weights: LossWeights, reduced: bool = False,
+    draft_logits: jax.Array,
+    confidence_logits: jax.Array,
+    target_log_prob: jax.Array,
+    label: jax.Array,
+    eval_mask: jax.Array,
+    weights: LossWeights,
+    reduced: bool = False,
 ) -> tuple[LossTerms, jax.Array]:
     """Terms of slots `[..., K]` and each slot's acceptance rate c* = 1 - TV (no gradient).
 
@@ -66,8 +70,11 @@ def loss_terms(
     accept = jax.lax.stop_gradient(jnp.clip(1 - distance, 0, 1))
     bce = optax.sigmoid_binary_cross_entropy(confidence_logits, accept) if weights.confidence else jnp.zeros_like(w)
     terms = LossTerms(
-        ce=jnp.sum(known * ce), ce_weight=jnp.sum(known), l1=jnp.sum(w * 2 * distance),
-        confidence=jnp.sum(w * bce), weight=jnp.sum(w),
+        ce=jnp.sum(known * ce),
+        ce_weight=jnp.sum(known),
+        l1=jnp.sum(w * 2 * distance),
+        confidence=jnp.sum(w * bce),
+        weight=jnp.sum(w),
     )
     return terms, accept
 

@@ -41,7 +41,7 @@ class TrainState:
 
 @flax.struct.dataclass
 class Features:
-    """The frozen target's view of a batch: taps `[B, S, M·H]` and log-probabilities of the draft vocabulary `[B, S, Vd]`."""
+    """The frozen target's view of a batch: taps, and log-probabilities of the tokens that the drafter speaks."""
 
     taps_BxSxMH: jax.Array
     log_prob_BxSxVd: jax.Array
@@ -106,8 +106,14 @@ def draft_blocks(
             return a[layer].reshape(batch, length, *a.shape[2:])
 
         out = anchor_attention(
-            packed(q), of_layer(k_context), of_layer(v_context), packed(k), packed(v),
-            blocks.anchor_BxN, blocks.keep_BxN, scale,
+            packed(q),
+            of_layer(k_context),
+            of_layer(v_context),
+            packed(k),
+            packed(v),
+            blocks.anchor_BxN,
+            blocks.keep_BxN,
+            scale,
         )
         return out.reshape(q.shape)
 
@@ -138,7 +144,12 @@ def drafter_loss(
     flat = blocks.source_BxNxK.reshape(blocks.source_BxNxK.shape[0], -1)
     target = jnp.take_along_axis(features.log_prob_BxSxVd, flat[..., None], axis=1).reshape(logits.shape)
     terms, accept = loss_terms(
-        logits, confidence, target, draft_labels(borrowed, blocks.label_BxNxK), blocks.eval_BxNxK, setup.weights,
+        logits,
+        confidence,
+        target,
+        draft_labels(borrowed, blocks.label_BxNxK),
+        blocks.eval_BxNxK,
+        setup.weights,
         setup.drafter.config.reduced,
     )
     return terms.total(setup.weights), (terms, metric_sums(terms, accept, confidence, blocks.eval_BxNxK))
@@ -146,8 +157,13 @@ def drafter_loss(
 
 @functools.partial(jax.jit, static_argnames="setup", donate_argnames="state")
 def train_step(
-    setup: Setup, target_params: Params, borrowed: Borrowed, state: TrainState, token_BxS: jax.Array,
-    loss_mask_BxS: jax.Array, seed_key: jax.Array,
+    setup: Setup,
+    target_params: Params,
+    borrowed: Borrowed,
+    state: TrainState,
+    token_BxS: jax.Array,
+    loss_mask_BxS: jax.Array,
+    seed_key: jax.Array,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One update. The anchors depend on the seed and the step alone, so that a resumed run repeats an unbroken one."""
     features = target_features(setup, target_params, borrowed, token_BxS)

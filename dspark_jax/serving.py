@@ -1,0 +1,112 @@
+"""Batch serving, behind `serve.py`: prompts in, answers and a report out, resumable by request id."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from dspark_jax.data.conversations import PromptRow, read_prompts
+from dspark_jax.data.generate import seed_of
+from dspark_jax.data.jsonl import ResumableJsonl
+from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.requests import Completion, prompt_token_ids
+from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.errors import UserError
+from dspark_jax.evaluation.report import environment, generation_report, write_json
+from dspark_jax.interop.drafter_io import Drafter, load_drafter
+from dspark_jax.interop.target_io import Target, load_target
+from dspark_jax.progress import Progress
+
+
+def load_models(config: ConfigDict) -> tuple[Target, Drafter | None]:
+    """The target and, where the config names one, its drafter."""
+    target = load_target(config.target.path, dtype=config.target.dtype or None)
+    return target, load_drafter(config.serve.drafter, target) if config.serve.drafter else None
+
+
+def make_engine(config: ConfigDict, target: Target, drafter: Drafter | None, **overrides: Any) -> Engine:
+    """The engine that a config's `serve` section describes."""
+    s = config.serve
+    options = {
+        "strategy": s.strategy,
+        "sampler": s.sampler,
+        "max_slots": s.max_slots,
+        "max_length": s.max_length or None,
+    }
+    return Engine(target, drafter, **(options | overrides))
+
+
+def sampling_params(config: ConfigDict, row: PromptRow) -> SamplingParams:
+    """A request's parameters: the config's, overridden by the row's own; its seed follows from its id unless given."""
+    given = {"seed": seed_of(f"{config.seed}/serve/{row.id}")} | row.options
+    return SamplingParams(**(config.sampling.to_dict() | given))
+
+
+def serve_file(config: ConfigDict, prompts: str | Path, out: str | Path) -> dict[str, Any]:
+    """Answers every prompt of a JSONL and appends the answers to `out` as they end. Returns the report.
+
+    Started again after an interruption, it answers only what is missing. The report is written beside the answers and
+    covers what this start generated. Raises UserError before anything is generated on bad prompts or a foreign `out`.
+    """
+    rows = read_prompts(prompts)
+    target, drafter = load_models(config)
+    engine = make_engine(config, target, drafter)
+    params = {row.id: sampling_params(config, row) for row in rows}
+    for row in rows:
+        check_length(engine, row)
+    completions, start = [], time.monotonic()
+    with ResumableJsonl(out, _run_identity(config, engine, drafter)) as file:
+        todo = [row for row in rows if row.id not in file.done]
+        with Progress("answers", len(rows)) as progress:
+            progress.update(len(rows) - len(todo))
+            requests = engine.stream_completions([row.messages for row in todo], [params[row.id] for row in todo])
+            for index, completion in requests:
+                file.append(answer_row(todo[index], params[todo[index].id], completion))
+                completions.append(completion)
+                progress.advance(1)
+    report = {**environment(), "target": target.name, "drafter": config.serve.drafter or None,
+              "strategy": config.serve.strategy, "sampler": config.serve.sampler,
+              **generation_report(completions, time.monotonic() - start)}  # fmt: skip
+    write_json(f"{out}.report.json", report)
+    return report
+
+
+def check_length(engine: Engine, row: PromptRow) -> None:
+    """Raises UserError, naming the row, when its prompt does not fit into the context."""
+    ids = prompt_token_ids(row.messages, engine.target.tokenizer, engine.target.config.vocab_size)
+    if len(ids) >= engine.context:
+        raise UserError(f"prompt {row.id!r} has {len(ids)} tokens, the context holds {engine.context}: shorten it")
+
+
+def answer_row(row: PromptRow, params: SamplingParams, completion: Completion) -> dict[str, Any]:
+    """A line of the output file."""
+    return {
+        "id": row.id, "text": completion.text, "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason, "seed": params.seed, "temperature": params.temperature,
+        "rounds": len(completion.accepted), "tokens_per_round": completion.tokens_per_round,
+        "drafted": completion.drafted, "verified": completion.verified, "accepted": completion.accepted,
+    }  # fmt: skip
+
+
+def stream_prompt(config: ConfigDict, prompt: str) -> Iterator[str | dict[str, Any]]:
+    """Yields the answer's text as it is generated, and the report at the end."""
+    target, drafter = load_models(config)
+    engine = make_engine(config, target, drafter, max_slots=1)
+    row = PromptRow("prompt", [{"role": "user", "content": prompt}])
+    requests = engine.requests([prompt], sampling_params(config, row))
+    start = time.monotonic()
+    for event in engine.run(requests, rounds=1):
+        yield event.text_delta
+    yield generation_report([requests[0].completion], time.monotonic() - start)
+
+
+def _run_identity(config: ConfigDict, engine: Engine, drafter: Drafter | None) -> dict[str, Any]:
+    """What two starts must share for their answers to belong into one file."""
+    return {
+        "target": engine.target.fingerprint, "drafter": dataclasses.asdict(drafter.config) if drafter else None,
+        "strategy": config.serve.strategy, "sampler": config.serve.sampler, "sampling": config.sampling.to_dict(),
+        "seed": config.seed,
+    }  # fmt: skip

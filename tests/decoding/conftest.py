@@ -1,0 +1,88 @@
+"""Tiny models of the decoding tests: random targets, drafters that know nothing, and drafters that know a lot.
+
+Everything is built from seeded numpy arrays in the dtype that the test asks for, so float64 is exact from end to end.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.interop.drafter_io import Drafter, abstract_drafter, borrow
+from dspark_jax.interop.target_io import Target, abstract_params, dense_forward
+from dspark_jax.models.config import DecoderConfig, DrafterConfig, Rope
+from dspark_jax.models.target import Decoder
+
+TargetMaker = Callable[..., Target]
+DrafterMaker = Callable[..., Drafter]
+
+
+def random_params(shapes, seed: int, dtype: str):
+    """N(0, 1 / fan-in) kernels and nearly-one norms: hidden states of size one, whatever the width."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, like):
+        noise = rng.standard_normal(like.shape)
+        name = path[-1].key
+        if name == "scale":
+            return jnp.asarray(1 + 0.1 * noise, dtype)
+        fan_in = like.shape[-2] if name == "kernel" else 1
+        return jnp.asarray(noise / np.sqrt(fan_in), dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def make_target(
+    dtype: str = "float64", vocab: int = 41, hidden: int = 32, layers: int = 3, max_length: int = 64,
+    eos: tuple[int, ...] = (), sharpness: float = 2.0, context: float = 0.25, seed: int = 0,
+) -> Target:
+    """A random target. `sharpness`: size of its logits. `context`: how much the layers add to the last token's say."""
+    config = DecoderConfig(
+        family="qwen3", vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden, num_layers=layers, num_heads=4,
+        num_kv_heads=2, head_dim=8, rope=Rope(10000.0), max_length=max_length, qk_norm=True, tied=False, eos_token_ids=eos,
+    )
+    params = random_params(abstract_params(Decoder(config)), seed, dtype)
+    params["lm_head"]["kernel"] *= sharpness
+    params["layers"]["o_proj"]["kernel"] *= context
+    params["layers"]["mlp"]["down_proj"]["kernel"] *= context
+    return Target(config, params, None, "tiny target")
+
+
+def make_drafter(
+    target: Target, kind: str = "bigram", block: int = 4, spoken: Sequence[int] | None = None, noise: float = 0.1, seed: int = 1
+) -> Drafter:
+    """A drafter for `target`; `spoken`: the target ids of a reduced vocabulary.
+
+    "bigram": its Markov table holds the target's logits after each single token, plus `noise` times the backbone's own
+    opinion: right often, not always. "random": it knows nothing of the target.
+    """
+    t = target.config
+    vocab, dtype = t.vocab_size, str(target.dtype)
+    ids = np.arange(vocab) if spoken is None else np.sort(np.asarray(spoken))
+    decoder = dataclasses.replace(t, family="qwen3", num_layers=2, tied=False, eos_token_ids=())
+    config = DrafterConfig(
+        decoder=decoder, block_size=block, mask_token_id=vocab - 1, tap_layers=(-1, t.num_layers - 1),
+        num_target_layers=t.num_layers, draft_vocab_size=len(ids), markov_rank=vocab,
+    )
+    params = random_params(abstract_drafter(config), seed, dtype)
+    if kind == "bigram":
+        logits = dense_forward(target.module, target.params, jnp.arange(vocab)[:, None]).logits[:, 0]  # [previous, next]
+        params["markov_head"] = {"markov_w1": jnp.eye(vocab, dtype=dtype), "markov_w2": logits.T[ids].astype(dtype)}
+        params["backbone"]["norm"]["scale"] *= noise
+    else:
+        params["markov_head"]["markov_w1"] *= 0.3
+        params["markov_head"]["markov_w2"] *= 0.3
+    return Drafter(config, params, borrow(target, None if spoken is None else ids))
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> TargetMaker:
+    return make_target
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter() -> DrafterMaker:
+    return make_drafter
