@@ -49,6 +49,9 @@ def get_base() -> ConfigDict:
     c.train.l1_weight = 0.9
     c.train.confidence_weight = 1.0
     c.train.decay_gamma = 4.0  # slot k weighs exp(-k / gamma)
+    c.train.keep_features = (
+        False  # keep the target's features in host memory over the epochs (see training/features.py)
+    )
     c.train.log_every = 10
     c.train.checkpoint_every = 500
 

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import flax.struct
 import numpy as np
 
 from dspark_jax.errors import UserError
@@ -30,8 +31,18 @@ def draft_vocabulary(
     return np.sort(np.asarray(chosen, np.int32))
 
 
+@flax.struct.dataclass
+class Batch:
+    """B sequences, zero-padded. The loss mask is 1 on the answer: the prompt and padding are not learnt."""
+
+    token_BxS: np.ndarray
+    loss_mask_BxS: np.ndarray
+    length_B: np.ndarray
+    row_B: np.ndarray  # which training row each sequence is
+
+
 class Batches:
-    """`batches(step)` gives tokens and loss mask `[B, S]`: the answer is learnt, the prompt and padding are not."""
+    """`batches(step)` gives the batch of a step."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, max_length: int, seed: int):
         cut = [(row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])) for row in rows]
@@ -63,13 +74,14 @@ class Batches:
             self._epoch = (epoch, list(batches[rng.permutation(len(batches))]))
         return self._epoch[1]
 
-    def __call__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, step: int) -> Batch:
         epoch, index = divmod(step, self.per_epoch)
-        chosen = [self.sequences[i] for i in self._plan(epoch)[index]]
-        longest = max(len(ids) for ids, _ in chosen)
-        shape = (self.batch_size, -(-longest // PAD_TO) * PAD_TO)
+        rows = self._plan(epoch)[index]
+        chosen = [self.sequences[i] for i in rows]
+        lengths = np.array([len(ids) for ids, _ in chosen], np.int32)
+        shape = (self.batch_size, -(-int(lengths.max()) // PAD_TO) * PAD_TO)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for i, (ids, start) in enumerate(chosen):
             tokens[i, : len(ids)] = ids
             mask[i, start : len(ids)] = 1
-        return tokens, mask
+        return Batch(tokens, mask, lengths, rows)

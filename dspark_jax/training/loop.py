@@ -18,6 +18,7 @@ from dspark_jax.models.config import DrafterConfig
 from dspark_jax.progress import Progress
 from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
 from dspark_jax.training.data import training_rows
+from dspark_jax.training.features import FeatureSource
 from dspark_jax.training.losses import LossWeights
 from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer, train_step
@@ -42,7 +43,7 @@ def train(config: ConfigDict) -> Path:
     drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
     schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
     optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
-    setup = Setup(target.module, drafter.module, loss_weights(config), config.train.num_anchors, optimizer)
+    setup = Setup(drafter.module, loss_weights(config), config.train.num_anchors, optimizer)
     state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
     state = restore_latest(manager, state)
     state = _run_steps(config, setup, target, drafter, state, batches, manager, schedule)
@@ -54,12 +55,12 @@ def train(config: ConfigDict) -> Path:
 def _run_steps(config, setup, target: Target, drafter: Drafter, state: TrainState, batches: Batches, manager, schedule):
     """The loop itself: one dispatch a step, metrics read once a window, so that the device never waits."""
     steps, log, key = config.train.steps, MetricLog(config.workdir), jax.random.key(config.seed)
-    stop = _StopSignal()
+    source, stop = FeatureSource(target, config.train.keep_features), _StopSignal()
     start = time.monotonic()
     with Progress("training", steps) as progress:
         for step in range(int(state.step), steps):
-            tokens, mask = batches(step)
-            state, metrics = train_step(setup, target.params, drafter.borrowed, state, tokens, mask, key)
+            batch = batches(step)
+            state, metrics = train_step(setup, drafter.borrowed, state, source(batch), batch, key)
             log.add(metrics)
             if (step + 1) % config.train.log_every == 0 or step + 1 == steps:
                 row = log.write(step + 1, float(schedule(step)), time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""One training step: the frozen target's features, the drafter's blocks, the loss, AdamW. All in one jitted program."""
+"""One training step: the drafter's blocks over the target's features, the loss, AdamW. One jitted program."""
 
 import dataclasses
 import functools
@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dspark_jax.interop.target_io import hidden_states
+from dspark_jax.data.batches import Batch
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.layers import Params
-from dspark_jax.models.target import Decoder
 from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors
+from dspark_jax.training.features import Features
 from dspark_jax.training.losses import LossTerms, LossWeights, loss_terms, metric_sums
 from pallas_kernels.anchor_attention import anchor_attention
 
@@ -23,7 +23,6 @@ from pallas_kernels.anchor_attention import anchor_attention
 class Setup:
     """What a training program is compiled for (static)."""
 
-    target: Decoder
     drafter: DSpark
     weights: LossWeights
     num_anchors: int
@@ -37,14 +36,6 @@ class TrainState:
     params: Params
     opt_state: Any
     step: jax.Array
-
-
-@flax.struct.dataclass
-class Features:
-    """The frozen target's view of a batch: taps, and log-probabilities of the tokens that the drafter speaks."""
-
-    taps_BxSxMH: jax.Array
-    log_prob_BxSxVd: jax.Array
 
 
 def learning_rate(peak: float, total_steps: int, warmup_ratio: float) -> optax.Schedule:
@@ -64,24 +55,6 @@ def learning_rate(peak: float, total_steps: int, warmup_ratio: float) -> optax.S
 def make_optimizer(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip (spec 8.2)."""
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(schedule, weight_decay=weight_decay))
-
-
-def target_features(setup: Setup, params: Params, borrowed: Borrowed, token_BxS: jax.Array) -> Features:
-    """Runs the frozen target; nothing is kept beyond the step, so no feature cache is needed."""
-    batch, length = token_BxS.shape
-    output = hidden_states(setup.target, params, token_BxS)
-    ids = borrowed.token_ids_Vd
-
-    def log_prob(hidden_SxH):
-        logits = setup.target.apply({"params": params}, hidden_SxH, method=Decoder.logits)
-        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        spoken = wide[:, ids] if setup.drafter.config.reduced else wide
-        return spoken - jax.nn.logsumexp(wide, axis=-1, keepdims=True)
-
-    # One sequence at a time: the full-vocabulary logits of a batch would be the largest array of the step.
-    log_prob_BxSxVd = jax.lax.map(log_prob, output.hidden_NxH.reshape(batch, length, -1))
-    taps = output.taps_NxMH.reshape(batch, length, -1)
-    return jax.lax.stop_gradient(Features(taps, log_prob_BxSxVd))
 
 
 def draft_blocks(
@@ -134,19 +107,28 @@ def draft_labels(borrowed: Borrowed, label: jax.Array) -> jax.Array:
     return jnp.where(ids[index] == label, index, -1)
 
 
+def target_log_prob(borrowed: Borrowed, features: Features, source_BxNxK: jax.Array) -> jax.Array:
+    """`[B, N, K, Vd]` the target's log-probabilities of the draft vocabulary, at each slot's source position."""
+    logits = features.last_hidden_BxSxH @ borrowed.head_VdxH.T
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    log_prob = logits.astype(wide) - features.log_total_BxS[..., None]
+    flat = source_BxNxK.reshape(len(source_BxNxK), -1, 1)
+    return jnp.take_along_axis(log_prob, flat, axis=1).reshape(*source_BxNxK.shape, -1)
+
+
 def drafter_loss(
     setup: Setup, params: Params, borrowed: Borrowed, features: Features, blocks: Blocks
 ) -> tuple[jax.Array, tuple[LossTerms, dict[str, tuple[jax.Array, jax.Array]]]]:
     """The loss of a batch, its terms and the metrics' sums."""
     # Compute in the target's dtype; the optimizer keeps float32.
-    params = jax.tree.map(lambda a: a.astype(features.taps_BxSxMH.dtype), params)
+    dtype = borrowed.embedding_VxH.dtype
+    params = jax.tree.map(lambda a: a.astype(dtype), params)
+    features = features.astype(dtype)
     logits, confidence = draft_blocks(setup.drafter, params, borrowed, features.taps_BxSxMH, blocks)
-    flat = blocks.source_BxNxK.reshape(blocks.source_BxNxK.shape[0], -1)
-    target = jnp.take_along_axis(features.log_prob_BxSxVd, flat[..., None], axis=1).reshape(logits.shape)
     terms, accept = loss_terms(
         logits,
         confidence,
-        target,
+        target_log_prob(borrowed, features, blocks.source_BxNxK),
         draft_labels(borrowed, blocks.label_BxNxK),
         blocks.eval_BxNxK,
         setup.weights,
@@ -157,18 +139,12 @@ def drafter_loss(
 
 @functools.partial(jax.jit, static_argnames="setup", donate_argnames="state")
 def train_step(
-    setup: Setup,
-    target_params: Params,
-    borrowed: Borrowed,
-    state: TrainState,
-    token_BxS: jax.Array,
-    loss_mask_BxS: jax.Array,
-    seed_key: jax.Array,
+    setup: Setup, borrowed: Borrowed, state: TrainState, features: Features, batch: Batch, seed_key: jax.Array
 ) -> tuple[TrainState, dict[str, Any]]:
     """One update. The anchors depend on the seed and the step alone, so that a resumed run repeats an unbroken one."""
-    features = target_features(setup, target_params, borrowed, token_BxS)
-    anchors, keep = sample_anchors(jax.random.fold_in(seed_key, state.step), loss_mask_BxS, setup.num_anchors)
-    blocks = make_blocks(token_BxS, loss_mask_BxS, anchors, keep, setup.drafter.config.block_size)
+    key = jax.random.fold_in(seed_key, state.step)
+    anchors, keep = sample_anchors(key, batch.loss_mask_BxS, setup.num_anchors)
+    blocks = make_blocks(batch.token_BxS, batch.loss_mask_BxS, anchors, keep, setup.drafter.config.block_size)
     loss = functools.partial(drafter_loss, setup, borrowed=borrowed, features=features, blocks=blocks)
     (value, (_, sums)), grads = jax.value_and_grad(lambda p: loss(params=p), has_aux=True)(state.params)
     updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)

@@ -1,0 +1,36 @@
+"""The side doors: python -m dspark_jax COMMAND --config=configs/X.py (train.py and serve.py are the main ones)."""
+
+import importlib
+import sys
+
+from dspark_jax.door import run_door
+from dspark_jax.errors import UserError
+
+# Name -> module whose `main(argv)` runs it, and what it does. A module is imported when its command is called.
+COMMANDS = {
+    "doctor": ("dspark_jax.doctor", "what is installed, what JAX sees, and whether target and drafter fit together"),
+    "bench": ("dspark_jax.evaluation.bench", "times of steps and rounds as ratios, measured against transformers"),
+    "demo": ("dspark_jax.demo", "plain and speculative decoding side by side on a few prompts"),
+}
+
+
+def main(argv: list[str]) -> None:
+    """Runs the command that `argv[1]` names. Raises UserError, naming the known ones, when it names none."""
+    name = argv[1] if len(argv) > 1 else ""
+    if name in ("--help", "-h"):
+        print(usage())
+        return
+    if name not in COMMANDS:
+        asked = f"unknown command {name!r}" if name else "no command given"
+        raise UserError(f"{asked}: known are {', '.join(COMMANDS)} (python -m dspark_jax COMMAND --config=FILE)")
+    importlib.import_module(COMMANDS[name][0]).main([f"python -m dspark_jax {name}", *argv[2:]])
+
+
+def usage() -> str:
+    """The commands, a line each."""
+    lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: python -m dspark_jax COMMAND --config=FILE [--help]", "", *lines])
+
+
+if __name__ == "__main__":
+    run_door(lambda: main(sys.argv))
