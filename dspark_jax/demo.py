@@ -1,24 +1,28 @@
-"""`python -m dspark_jax demo`: shipped prompts, answered as you watch, then plain decoding against DSpark in one table."""
+"""`python -m dspark_jax demo`: shipped prompts, answered as you watch, then plain decoding and DSpark in one table."""
 
+import io
 import time
 from pathlib import Path
 
 import rich.console
 import rich.table
-from ml_collections import ConfigDict
+from absl import flags
 
 from dspark_jax.data.conversations import PromptRow, read_prompts
 from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.requests import Request
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.door import parse_config
 from dspark_jax.errors import UserError
 from dspark_jax.evaluation.equality import first_difference
 from dspark_jax.evaluation.metrics import round_stats
 from dspark_jax.evaluation.report import describe_device, environment
+from dspark_jax.interop.target_io import Target
 from dspark_jax.serving import load_models, make_engine
 
 PROMPTS = Path(__file__).parent.parent / "prompts" / "demo.jsonl"
 MAX_TOKENS = 128
+Timed = list[tuple[Request, float]]  # the same prompt with DSpark and plainly, with the seconds each took
 
 
 def demo_prompts() -> list[PromptRow]:
@@ -28,7 +32,7 @@ def demo_prompts() -> list[PromptRow]:
 
 def main(argv: list[str]) -> None:
     """Answers the prompts with the config's target and drafter, one after another, greedily."""
-    config, _ = parse_config(argv)
+    config, given = parse_config(argv, _define)
     console = rich.console.Console(highlight=False)
     rows = demo_prompts()
     console.print(f"loading {config.target.path} ...")
@@ -42,10 +46,22 @@ def main(argv: list[str]) -> None:
     for engine in (plain, spark):
         engine.generate([rows[-1].messages], SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
     results = [_answer(console, plain, spark, row, params) for row in rows]
-    _print_table(console, config, results, rows, target)
+    table = _table(results, rows, target)
+    console.print(table)
+    console.print(f"target {config.target.path}, drafter {config.serve.drafter}, strategy {config.serve.strategy}")
+    if given.svg:
+        picture = rich.console.Console(record=True, width=120, file=io.StringIO())
+        picture.print(table)
+        picture.save_svg(given.svg, title="make demo")
 
 
-def _answer(console: rich.console.Console, plain: Engine, spark: Engine, row: PromptRow, params: SamplingParams):
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("svg", None, "also draw the table into this SVG file", flag_values=values)
+
+
+def _answer(
+    console: rich.console.Console, plain: Engine, spark: Engine, row: PromptRow, params: SamplingParams
+) -> Timed:
     """One prompt both ways: DSpark streams to the terminal, plain decoding runs silently right after it."""
     console.print(f"\n[bold]{row.messages[-1]['content']}[/bold]")
     timed = []
@@ -60,7 +76,7 @@ def _answer(console: rich.console.Console, plain: Engine, spark: Engine, row: Pr
     return timed
 
 
-def _print_table(console: rich.console.Console, config: ConfigDict, results, rows: list[PromptRow], target) -> None:
+def _table(results: list[Timed], rows: list[PromptRow], target: Target) -> rich.table.Table:
     """Tokens per second and per round of both, and whether the texts are the same token for token."""
     table = rich.table.Table(title=f"plain decoding and DSpark on {describe_device(environment())}")
     for name in ("prompt", "tokens", "plain tok/s", "DSpark tok/s", "speed-up", "tokens/round", "same text"):
@@ -81,5 +97,4 @@ def _print_table(console: rich.console.Console, config: ConfigDict, results, row
         "all", str(total[0]), f"{total[0] / total[1]:.1f}", f"{total[0] / total[2]:.1f}", f"{total[1] / total[2]:.2f}×",
         f"{stats.tokens_per_round:.2f}", "",
     )  # fmt: skip
-    console.print(table)
-    console.print(f"target {config.target.path}, drafter {config.serve.drafter}, strategy {config.serve.strategy}")
+    return table

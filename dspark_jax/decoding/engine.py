@@ -185,7 +185,10 @@ class Engine:
         """Starts up to `rounds` rounds of all live slots; returns without waiting."""
         active = min(bucket(len(live)), self.max_slots)
         # Two dispatches may be in flight: the host's lengths lag by one.
-        longest = max(len(r.prompt_ids) + len(r.completion.token_ids) for r in live) + 2 * rounds * (self.drafts + 1)
+        ahead = 2 * rounds * (self.drafts + 1)
+        longest = max(
+            len(r.prompt_ids) + min(len(r.completion.token_ids) + ahead, r.max_tokens) for r in live
+        )
         self.caches, self.slots, emitted = decode(
             self.models,
             self.weights,

@@ -16,10 +16,10 @@ from dspark_jax.door import parse_config
 BUSY = 10.0  # percent of the CPUs in others' hands, from which on ratios are not to be trusted
 # Section of the report, row and column; the goal in words; the most that the value may be.
 GOALS = (
-    ("step", "1", "ratio", "batch 1: step / transformers' step", 1.15),
-    ("step", "16", "ratio", "batch 16: step / transformers' step", 1.0),
-    ("round", "1", "outside_percent", "batch 1: % of a round outside the target", 25.0),
-    ("round", "16", "outside_percent", "batch 16: % of a round outside the target", 25.0),
+    ("step", "1", "ratio", "batch 1: step / transformers", 1.15),
+    ("step", "16", "ratio", "batch 16: step / transformers", 1.0),
+    ("round", "1", "outside_percent", "batch 1: % of round outside target", 25.0),
+    ("round", "16", "outside_percent", "batch 16: % of round outside target", 25.0),
 )
 
 
@@ -117,7 +117,7 @@ def _print_goals(rows: list[dict[str, Any]], busy: bool) -> None:
     table = rich.table.Table("goal", "at most", "measured", "", title="the project's goals", title_justify="left")
     for row in rows:
         verdict = {None: "not measured", True: "met", False: "not met"}[row["met"]]
-        verdict += " (busy machine)" if busy and row["met"] is not None else ""
+        verdict += ", but busy" if busy and row["met"] is not None else ""
         measured = "-" if row["value"] is None else f"{row['value']:.2f}"
         table.add_row(row["goal"], f"{row['at_most']:g}", measured, verdict)
     rich.console.Console().print(table)

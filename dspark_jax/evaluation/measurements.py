@@ -45,7 +45,8 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, Any]:
     clock, prompts = Clock(repeats, compiled_programs), _random_prompts(max(BATCHES), CONTEXT, target.config.vocab_size)
     theirs, reason = load_transformers(target, _threads())
     skipped |= {"transformers": reason} if reason else {}
-    batches, together, used = (BATCHES, TOGETHER, CpuUse()) if drafter else ((), (), CpuUse())
+    batches, together = (BATCHES, TOGETHER) if drafter else ((), ())
+    used = CpuUse()
     with Progress("measurements", len(BATCHES) + 1 + len(batches) + len(together)) as progress:
         run = functools.partial(_section, progress)
         step = run(BATCHES, lambda b: plain_step(config, target, theirs, prompts[:b], clock))
@@ -105,7 +106,6 @@ class FrozenBatch:
         # As many pages as the engine itself would read when it streams, a round per dispatch.
         pages = engine._context_pages(CONTEXT + 2 * (engine.drafts + 1))
         self.shape = {"drafts": engine.drafts, "context_pages": pages}
-        self.context_rows = pages * engine.page_size
 
     def round(self) -> float:
         """Seconds of one round of all requests, as the engine runs it."""
@@ -147,9 +147,7 @@ def drafting(
     """The proposal of a round alone."""
     prefix = caches.draft.view(slots.table_RxC[:, :context_pages], slots.length_R - 1)
     sizes = {"sampler": models.sampler, "num_tokens": drafts}
-    return propose(
-        models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefix, slots.sampling, **sizes
-    )
+    return propose(models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefix, slots.sampling, **sizes)
 
 
 def compiled_programs() -> int:

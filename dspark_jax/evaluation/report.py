@@ -46,7 +46,9 @@ def generation_report(completions: Sequence[Completion], seconds: float) -> dict
     stats = dataclasses.asdict(round_stats(completions))
     reasons = [c.finish_reason for c in completions]
     return {
-        **stats, "seconds": seconds, "tokens_per_second": stats["tokens"] / seconds if seconds > 0 else 0.0,
+        **stats,
+        "seconds": seconds,
+        "tokens_per_second": stats["tokens"] / seconds if seconds > 0 else 0.0,
         "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
     }
 

@@ -185,12 +185,9 @@ def check_fit(config: DrafterConfig, target: Target) -> None:
 def save_drafter(path: str | Path, drafter: Drafter, target: Target) -> None:
     """Writes config.json and model.safetensors (bfloat16), the whole directory or nothing."""
     path, config = Path(path), drafter.config
-    tensors = {}
-    for name, (place, transposed) in _entries(config).items():
-        array = np.asarray(_at(drafter.params, place))
-        tensors[name] = array.T if transposed else array
-    tensors |= layers_to_tensors(drafter.params["backbone"]["layers"], config.decoder)
-    tensors = {name: np.ascontiguousarray(a).astype(ml_dtypes.bfloat16) for name, a in tensors.items()}
+    tensors = {
+        name: array.astype(ml_dtypes.bfloat16) for name, array in drafter_tensors(config, drafter.params).items()
+    }
     if config.reduced:
         ids = np.asarray(drafter.borrowed.token_ids_Vd, np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))
@@ -203,6 +200,15 @@ def save_drafter(path: str | Path, drafter: Drafter, target: Target) -> None:
     for file in ("model.safetensors", "config.json"):
         os.replace(fresh / file, path / file)
     fresh.rmdir()
+
+
+def drafter_tensors(config: DrafterConfig, params: Params) -> dict[str, np.ndarray]:
+    """A drafter's parameters under their checkpoint names, in the checkpoint's layout."""
+    tensors = {}
+    for name, (place, transposed) in _entries(config).items():
+        array = np.asarray(_at(params, place))
+        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
+    return tensors | layers_to_tensors(params["backbone"]["layers"], config.decoder)
 
 
 def config_json(config: DrafterConfig, target: Target) -> dict[str, Any]:

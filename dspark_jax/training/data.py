@@ -14,10 +14,7 @@ from dspark_jax.interop.target_io import Target
 def training_rows(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
     """Prompts (from a file, or written by the target) with the target's answers; an interrupted run is continued."""
     data, folder = config.data, Path(config.workdir)
-    # Many rounds a dispatch: nobody watches, and the host's share shrinks.
-    engine = Engine(
-        target, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length, rounds_per_dispatch=16
-    )
+    engine = Engine(target, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length)
     if data.prompts:
         prompts = read_prompts(data.prompts)[: data.num_prompts]
     else:

@@ -4,6 +4,7 @@ Everything is built from seeded numpy arrays in the dtype that the test asks for
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,10 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.decoding.caches import PagePool
+from dspark_jax.decoding.draft import Proposal, propose
+from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
 from dspark_jax.interop.drafter_io import Drafter, abstract_drafter, borrow
 from dspark_jax.interop.target_io import Target, abstract_params, dense_forward
 from dspark_jax.models.config import DecoderConfig, DrafterConfig, Rope
+from dspark_jax.models.drafter import DSpark
 from dspark_jax.models.target import Decoder
+from pallas_kernels.ragged_attention import ragged_rows
 
 TargetMaker = Callable[..., Target]
 DrafterMaker = Callable[..., Drafter]
@@ -36,13 +42,31 @@ def random_params(shapes, seed: int, dtype: str):
 
 
 def make_target(
-    dtype: str = "float64", vocab: int = 41, hidden: int = 32, layers: int = 3, max_length: int = 64,
-    eos: tuple[int, ...] = (), sharpness: float = 2.0, context: float = 0.25, seed: int = 0,
+    dtype: str = "float64",
+    vocab: int = 41,
+    hidden: int = 32,
+    layers: int = 3,
+    max_length: int = 64,
+    eos: tuple[int, ...] = (),
+    sharpness: float = 2.0,
+    context: float = 0.25,
+    seed: int = 0,
 ) -> Target:
     """A random target. `sharpness`: size of its logits. `context`: how much the layers add to the last token's say."""
     config = DecoderConfig(
-        family="qwen3", vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden, num_layers=layers, num_heads=4,
-        num_kv_heads=2, head_dim=8, rope=Rope(10000.0), max_length=max_length, qk_norm=True, tied=False, eos_token_ids=eos,
+        family="qwen3",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope=Rope(10000.0),
+        max_length=max_length,
+        qk_norm=True,
+        tied=False,
+        eos_token_ids=eos,
     )
     params = random_params(abstract_params(Decoder(config)), seed, dtype)
     params["lm_head"]["kernel"] *= sharpness
@@ -52,7 +76,12 @@ def make_target(
 
 
 def make_drafter(
-    target: Target, kind: str = "bigram", block: int = 4, spoken: Sequence[int] | None = None, noise: float = 0.1, seed: int = 1
+    target: Target,
+    kind: str = "bigram",
+    block: int = 4,
+    spoken: Sequence[int] | None = None,
+    noise: float = 0.1,
+    seed: int = 1,
 ) -> Drafter:
     """A drafter for `target`; `spoken`: the target ids of a reduced vocabulary.
 
@@ -64,18 +93,71 @@ def make_drafter(
     ids = np.arange(vocab) if spoken is None else np.sort(np.asarray(spoken))
     decoder = dataclasses.replace(t, family="qwen3", num_layers=2, tied=False, eos_token_ids=())
     config = DrafterConfig(
-        decoder=decoder, block_size=block, mask_token_id=vocab - 1, tap_layers=(-1, t.num_layers - 1),
-        num_target_layers=t.num_layers, draft_vocab_size=len(ids), markov_rank=vocab,
+        decoder=decoder,
+        block_size=block,
+        mask_token_id=vocab - 1,
+        tap_layers=(-1, t.num_layers - 1),
+        num_target_layers=t.num_layers,
+        draft_vocab_size=len(ids),
+        markov_rank=vocab,
     )
     params = random_params(abstract_drafter(config), seed, dtype)
     if kind == "bigram":
-        logits = dense_forward(target.module, target.params, jnp.arange(vocab)[:, None]).logits[:, 0]  # [previous, next]
+        logits = dense_forward(target.module, target.params, jnp.arange(vocab)[:, None]).logits[
+            :, 0
+        ]  # [previous, next]
         params["markov_head"] = {"markov_w1": jnp.eye(vocab, dtype=dtype), "markov_w2": logits.T[ids].astype(dtype)}
         params["backbone"]["norm"]["scale"] *= noise
     else:
         params["markov_head"]["markov_w1"] *= 0.3
         params["markov_head"]["markov_w2"] *= 0.3
     return Drafter(config, params, borrow(target, None if spoken is None else ids))
+
+
+_PAGE = 16
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _propose_after(
+    target_module, module, sampler, target_params, params, borrowed, tokens, length, sampling
+) -> Proposal:
+    size, slots, c = len(tokens), len(length), module.config
+    taps = dense_forward(target_module, target_params, tokens[None]).taps[0]
+    k, v = module.apply({"params": params}, taps, jnp.arange(size), method=DSpark.context)
+    table = jnp.arange(size // _PAGE)[None]
+    rows = ragged_rows(jnp.asarray([size]), jnp.asarray([0]), size, size)
+    pool = PagePool.empty(c.decoder, size // _PAGE, _PAGE, taps.dtype).write(k, v, table, rows, rows.valid_N)
+    prefix = pool.view(jnp.repeat(table, slots, axis=0), length - 1)
+    return propose(module, params, borrowed, tokens[length - 1], prefix, sampling, sampler, c.block_size)
+
+
+def proposals_after(
+    target: Target,
+    drafter: Drafter,
+    tokens: Sequence[int],
+    lengths: Sequence[int],
+    params: SamplingParams,
+    sampler: str,
+) -> Proposal:
+    """`propose` after `tokens[:n]` for every n of `lengths`, its context made by the dense target, not the engine.
+
+    Sequences and slots are padded, so that few programs are compiled.
+    """
+    size, slots = -(-len(tokens) // 64) * 64, -(-len(lengths) // 32) * 32
+    padded = jnp.asarray([*tokens, *[0] * (size - len(tokens))], jnp.int32)
+    length = jnp.asarray([*lengths, *[lengths[-1]] * (slots - len(lengths))], jnp.int32)
+    one = SlotSampling.of(params, params.seed or 0, (), 1)
+    sampling = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], slots, axis=0), one)
+    out = _propose_after(
+        target.with_taps(drafter.config.tap_layers).module, drafter.module, sampler, target.params, drafter.params,
+        drafter.borrowed, padded, length, sampling,
+    )  # fmt: skip
+    return jax.tree.map(lambda a: np.asarray(a)[: len(lengths)], out)
+
+
+@pytest.fixture(scope="session")
+def drafts_after() -> Callable[..., Proposal]:
+    return proposals_after
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,12 @@ def requests():
     lengths = [*LENGTHS, *LENGTHS[3:], *LENGTHS[:3]]
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
     params = [
-        SamplingParams(**WARPS[i % 8], seed=i * 7919 + (i << 40), max_tokens=(18, 7, 1, 18)[i % 4], stop_token_ids=(7,) * (i % 3 == 0))
+        SamplingParams(
+            **WARPS[i % 8],
+            seed=i * 7919 + (i << 40),
+            max_tokens=(18, 7, 1, 18)[i % 4],
+            stop_token_ids=(7,) * (i % 3 == 0),
+        )
         for i in range(16)
     ]
     return prompts, params
@@ -129,7 +134,10 @@ class TestTokenForToken:
         """A drafter trained for its target, in float64: many drafts accepted, every token equal."""
         target = load_target(golden / "target", dtype="float64")
         drafter = load_drafter(golden / "dspark_vanilla", target)
-        prompts = [list(text.encode()) for text in ("def scan(a):\n    ", "import os\n", "# the context is", "    return self.")]
+        prompts = [
+            list(text.encode())
+            for text in ("def scan(a):\n    ", "import os\n", "# the context is", "    return self.")
+        ]
         params = [SamplingParams(temperature=t, seed=i, max_tokens=40) for i, t in enumerate((0.0, 0.3, 0.7, 1.0))]
         options = {"sampler": "coupled", "max_slots": 4, "rounds_per_dispatch": 40, "max_length": 64}
         off = Engine(target, strategy="off", **options).generate(prompts, params)
@@ -145,7 +153,16 @@ class TestTokenForToken:
 def test_float32_runs_part_at_near_ties_only(golden):
     target = load_target(golden / "target", dtype="float32")
     drafter = load_drafter(golden / "dspark_vanilla", target)
-    texts = ("def scan(a):\n    ", "import os\n", "# the context is", "    return self.", "class A:\n", "for i in ", "x = [", "\n\n")
+    texts = (
+        "def scan(a):\n    ",
+        "import os\n",
+        "# the context is",
+        "    return self.",
+        "class A:\n",
+        "for i in ",
+        "x = [",
+        "\n\n",
+    )
     prompts = [list(text.encode()) for text in texts]
     params = [SamplingParams(temperature=(0.0, 0.7)[i % 2], seed=i, max_tokens=48) for i in range(len(texts))]
     options = {"sampler": "coupled", "max_slots": 8, "rounds_per_dispatch": 48, "max_length": 128}
@@ -172,7 +189,9 @@ class Chain:
 
 def chain(p_logits, q_logits, ids=None) -> Chain:
     q_logits = np.asarray(q_logits, np.float32)
-    return Chain(np.asarray(p_logits, np.float32), q_logits, np.arange(q_logits.shape[1]) if ids is None else np.asarray(ids))
+    return Chain(
+        np.asarray(p_logits, np.float32), q_logits, np.arange(q_logits.shape[1]) if ids is None else np.asarray(ids)
+    )
 
 
 def random_chain(ids=None, agreement=0.5) -> Chain:
@@ -238,7 +257,9 @@ def simulate(program, chain: Chain, params, tokens: int, counts=None, start: int
     anchor, position = np.full(TRIALS, start), np.full(TRIALS, 6)
     while (length < tokens).any():
         arrays = (jnp.asarray(a, jnp.int32) for a in (anchor, position, counts))
-        drafted, accepted, following = map(np.asarray, program(*arrays, warp, seed, chain.p, chain.q, jnp.asarray(chain.ids)))
+        drafted, accepted, following = map(
+            np.asarray, program(*arrays, warp, seed, chain.p, chain.q, jnp.asarray(chain.ids))
+        )
         first = accepted if first is None else first
         running = length < tokens
         for k in range(DRAFTS + 1):
@@ -312,7 +333,7 @@ class TestLaw:
     @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
     @pytest.mark.parametrize("name", CHAINS)
     def test_tokens_and_acceptance(self, sampler, name, params):
-        """Three tokens, over as many rounds as they take: rejected positions are drafted again with what noise is left."""
+        """Three tokens, over as many rounds as they take: rejected positions are drafted again."""
         c = CHAINS[name]
         tokens, accepted = simulate(shared_program(sampler), c, params, 3)
         p, q = law(c.p, params), full_q(c, params)
@@ -447,11 +468,14 @@ def small(tiny_target, tiny_drafter):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "strategy"), [("rejection", "off"), ("rejection", "fixed:1"), ("rejection", "auto"), ("coupled", "auto")]
+    ("sampler", "strategy"),
+    [("rejection", "off"), ("rejection", "fixed:1"), ("rejection", "auto"), ("coupled", "auto")],
 )
 def test_law_of_whole_answers(small, sampler, strategy):
     target, drafter, prompt, joint = small
-    engine = Engine(target, drafter, strategy=strategy, sampler=sampler, max_slots=512, rounds_per_dispatch=3, cache_tokens=512 * 16)
+    engine = Engine(
+        target, drafter, strategy=strategy, sampler=sampler, max_slots=512, rounds_per_dispatch=3, cache_tokens=512 * 16
+    )
     params = [SamplingParams(max_tokens=3, seed=i) for i in range(4096)]
     outs = engine.generate([prompt] * len(params), params)
     tokens = np.array([c.token_ids for c in outs])

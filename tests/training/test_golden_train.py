@@ -1,0 +1,85 @@
+"""The training forward, the loss and every gradient against numbers of the reference implementation."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dspark_jax.interop.drafter_io import drafter_tensors, load_drafter
+from dspark_jax.interop.target_io import load_target
+from dspark_jax.training.anchors import make_blocks
+from dspark_jax.training.features import Features, target_features
+from dspark_jax.training.losses import LossWeights
+from dspark_jax.training.step import Setup, draft_blocks, drafter_loss
+
+
+@pytest.fixture(scope="module")
+def case(golden):
+    target = load_target(golden / "target")
+    drafter = load_drafter(golden / "dspark_vanilla", target)
+    arrays = load_file(golden / "dspark_vanilla_train.safetensors")
+    blocks = make_blocks(
+        arrays["input_ids"], arrays["loss_mask"], arrays["anchors"], arrays["keep"] > 0, drafter.config.block_size
+    )
+    return target.with_taps(drafter.config.tap_layers), drafter, arrays, blocks
+
+
+@pytest.fixture(scope="module")
+def loss_and_gradients(case, golden):
+    target, drafter, arrays, blocks = case
+    given = json.loads((golden / "dspark_vanilla_train.json").read_text())
+    weights = LossWeights(
+        given["ce_loss_alpha"], given["l1_loss_alpha"], given["confidence_head_alpha"], given["loss_decay_gamma"]
+    )
+    hidden = jnp.asarray(arrays["last_hidden"])
+    log_total = jax.nn.logsumexp(hidden @ target.params["embedding"].T, axis=-1)
+    features = Features(jnp.asarray(arrays["taps"]), hidden, log_total)
+    setup = Setup(drafter.module, weights, num_anchors=16, optimizer=None)
+    loss = lambda params: drafter_loss(setup, params, drafter.borrowed, features, blocks)  # noqa: E731
+    return jax.value_and_grad(loss, has_aux=True)(drafter.params)
+
+
+def close(got, expected, tolerance=1e-4):
+    """Within `tolerance` of the largest expected value."""
+    expected = np.asarray(expected)
+    return np.abs(np.asarray(got) - expected).max() <= tolerance * np.abs(expected).max()
+
+
+def test_labels_and_masks_are_exactly_the_references(case):
+    _, _, arrays, blocks = case
+    assert (np.asarray(blocks.label_BxNxK) == arrays["target_ids"]).all()
+    assert (np.asarray(blocks.eval_BxNxK) == (arrays["eval_mask"] > 0)).all()
+
+
+def test_draft_and_confidence_logits(case):
+    _, drafter, arrays, blocks = case
+    logits, confidence = draft_blocks(drafter.module, drafter.params, drafter.borrowed, arrays["taps"], blocks)
+    assert close(logits, arrays["draft_logits"])
+    assert close(confidence, arrays["confidence_logits"])
+
+
+def test_the_loss_and_its_terms(case, loss_and_gradients):
+    arrays = case[2]
+    (loss, (terms, _)), _ = loss_and_gradients
+    assert close(loss, arrays["loss"][0])
+    for name, value in {"ce": terms.ce, "l1": terms.l1, "confidence": terms.confidence}.items():
+        assert close(value, arrays[f"term.{name}_loss_num"][0])
+        assert close(terms.weight, arrays[f"term.{name}_loss_den"][0])
+
+
+def test_every_gradient(case, loss_and_gradients):
+    _, drafter, arrays, _ = case
+    gradients = drafter_tensors(drafter.config, loss_and_gradients[1])
+    expected = {name.removeprefix("grad."): a for name, a in arrays.items() if name.startswith("grad.")}
+    assert gradients.keys() == expected.keys()
+    assert [name for name in expected if not close(gradients[name], expected[name])] == []
+
+
+def test_features_of_our_own_target_are_the_references(case):
+    target, _, arrays, _ = case
+    features = target_features(target.module, target.params, arrays["input_ids"])
+    assert close(features.taps_BxSxMH, arrays["taps"])
+    assert close(features.last_hidden_BxSxH, arrays["last_hidden"])

@@ -1,0 +1,66 @@
+"""Loss terms and metrics where the answer is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.training.losses import LossWeights, loss_terms, metric_sums, total_variation
+from dspark_jax.training.step import learning_rate
+
+
+def test_position_weights_decay_by_four():
+    eval_mask = jnp.ones((1, 1, 7))
+    logits = jnp.zeros((1, 1, 7, 3))
+    terms, _ = loss_terms(logits, jnp.zeros((1, 1, 7)), jax.nn.log_softmax(logits), jnp.zeros((1, 1, 7), int), eval_mask,
+                          LossWeights())  # fmt: skip
+    assert float(terms.weight) == pytest.approx(3.73521, abs=1e-4)
+
+
+def test_equal_distributions_are_always_accepted_and_disjoint_ones_never():
+    p = jnp.log(jnp.array([[0.2, 0.8, 1e-30], [1.0, 1e-30, 1e-30]]))
+    q = jnp.log(jnp.array([[0.2, 0.8, 1e-30], [1e-30, 0.5, 0.5]]))
+    assert np.asarray(total_variation(q, p, reduced=False)) == pytest.approx([0, 1], abs=1e-6)
+
+
+def test_mass_outside_a_reduced_vocabulary_counts_as_missed():
+    p = jnp.log(jnp.array([0.3, 0.2]))  # half of the target's mass has no draft token
+    # q is (.6, .4): half of |.6 - .3| + |.4 - .2| + .5.
+    assert float(total_variation(p, p, reduced=True)) == pytest.approx(0.5)
+
+
+def test_a_label_that_the_drafter_cannot_say_costs_no_cross_entropy():
+    logits = jnp.array([[[[2.0, 0.0], [0.0, 1.0]]]])
+    args = (jnp.zeros((1, 1, 2)), jax.nn.log_softmax(logits))
+    both, _ = loss_terms(logits, *args, jnp.array([[[0, 1]]]), jnp.ones((1, 1, 2)), LossWeights(decay_gamma=0))
+    one, _ = loss_terms(logits, *args, jnp.array([[[0, -1]]]), jnp.ones((1, 1, 2)), LossWeights(decay_gamma=0))
+    assert float(both.ce_weight) == 2 and float(one.ce_weight) == 1
+    assert float(one.ce) == pytest.approx(float(jnp.log1p(jnp.exp(-2.0))))
+
+
+def test_expected_tokens_of_a_round():
+    accept = jnp.array([[[0.5, 0.5], [1.0, 1.0]]])
+    eval_mask = jnp.array([[[True, True], [True, False]]])
+    terms, _ = loss_terms(jnp.zeros((1, 2, 2, 2)), jnp.zeros((1, 2, 2)), jnp.zeros((1, 2, 2, 2)), jnp.zeros((1, 2, 2), int),
+                          eval_mask, LossWeights())  # fmt: skip
+    sums = metric_sums(terms, accept, jnp.zeros((1, 2, 2)), eval_mask)
+    num, den = sums["tau_probabilistic"]
+    assert float(num / den) == pytest.approx(((1 + 0.5 + 0.25) + (1 + 1)) / 2)
+    assert np.asarray(sums["accept_rate"][0] / sums["accept_rate"][1]) == pytest.approx([0.75, 0.5])
+
+
+def test_the_label_of_confidence_has_no_gradient():
+    def confidence_loss(logits):
+        terms, _ = loss_terms(logits, jnp.ones((1, 1, 1)), jnp.log(jnp.array([[[[0.7, 0.3]]]])), jnp.zeros((1, 1, 1), int),
+                              jnp.ones((1, 1, 1)), LossWeights())  # fmt: skip
+        return terms.confidence
+
+    assert not np.asarray(jax.grad(confidence_loss)(jnp.array([[[[1.0, 0.0]]]]))).any()
+
+
+def test_the_schedule_is_the_references_with_its_hand_over():
+    rate = learning_rate(1.0, 20, 0.2)
+    got = [float(rate(step)) for step in range(20)]
+    expected = [0.25, 0.5, 0.75, 1, 1.009701, 1, 0.971271, 0.924618]
+    assert got[:8] == pytest.approx(expected, abs=1e-6)
+    assert got[-3:] == pytest.approx([0.085083, 0.038429, 0.009701], abs=1e-6)
