@@ -1,15 +1,7 @@
 """dspark_jax: train and serve DSpark speculative-decoding drafters in JAX. Faster text, unchanged."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dspark_jax.decoding.engine import Engine
-    from dspark_jax.decoding.requests import Completion, StreamEvent
-    from dspark_jax.decoding.sampling import SamplingParams
-    from dspark_jax.errors import UserError
-    from dspark_jax.interop.drafter_io import Drafter, load_drafter
-    from dspark_jax.interop.target_io import Target, TargetOutput, load_target
+from typing import Any
 
 _HOMES = {
     "Engine": "decoding.engine",
@@ -23,7 +15,10 @@ _HOMES = {
     "TargetOutput": "interop.target_io",
     "load_target": "interop.target_io",
 }
-__all__ = [*_HOMES]
+__all__ = [
+    *("Completion", "Drafter", "Engine", "SamplingParams", "StreamEvent", "Target", "TargetOutput", "UserError"),
+    *("load_drafter", "load_target"),
+]
 
 
 def __getattr__(name: str) -> Any:

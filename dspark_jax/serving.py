@@ -52,9 +52,9 @@ def serve_file(config: ConfigDict, prompts: str | Path, out: str | Path) -> dict
     covers what this start generated. Raises UserError before anything is generated on bad prompts or a foreign `out`.
     """
     rows = read_prompts(prompts)
+    params = {row.id: sampling_params(config, row) for row in rows}
     target, drafter = load_models(config)
     engine = make_engine(config, target, drafter)
-    params = {row.id: sampling_params(config, row) for row in rows}
     for row in rows:
         check_length(engine, row)
     completions, start = [], time.monotonic()

@@ -53,7 +53,8 @@ def propose(
 
     positions = rows.position_N.reshape(slots, size)
     variables = {"params": params}
-    hidden, base = module.apply(variables, anchor_R, positions, attend, borrowed, method=DSpark.block)
+    hidden = module.apply(variables, anchor_R, positions, attend, borrowed, method=DSpark.block)
+    base = module.apply(variables, hidden[:, :num_tokens], borrowed, method=DSpark.base_logits)
     state = module.apply(variables, hidden[:, 0], method=DSpark.initial_state)
     previous, steps = anchor_R, []
     for k in range(num_tokens):

@@ -35,6 +35,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, kind in {"temperature": (int, float), "top_p": (int, float), "min_p": (int, float), "top_k": int,
+                           "max_tokens": int, "seed": (int, type(None))}.items():  # fmt: skip
+            if not isinstance(getattr(self, name), kind) or isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r}: it must be a number")
         checks = {
             "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "a number of at least 0"),
             "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),

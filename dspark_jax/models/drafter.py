@@ -39,16 +39,16 @@ class DSpark(nn.Module):
         """Keys and values of context rows in every draft layer; see `DFlash.context`."""
         return self.backbone.context(taps_NxMH, position_N)
 
-    def block(
-        self, anchor_B: jax.Array, position_BxK: jax.Array, attend: LayerAttend, borrowed: Borrowed
-    ) -> tuple[jax.Array, jax.Array]:
-        """One parallel pass over B blocks [anchor, mask, ...]: hidden `[B, K, H]` and base logits `[B, K, Vd]`."""
+    def block(self, anchor_B: jax.Array, position_BxK: jax.Array, attend: LayerAttend, borrowed: Borrowed) -> jax.Array:
+        """One parallel pass over B blocks [anchor, mask, ...]: hidden states `[B, K, H]` after the final norm."""
         blocks, size = position_BxK.shape
         tokens = jnp.full((blocks, size), self.config.mask_token_id).at[:, 0].set(anchor_B)
         embedded = borrowed.embedding_VxH[tokens.reshape(-1)]
-        hidden = self.backbone(embedded, position_BxK.reshape(-1), attend)
-        logits = jnp.einsum("nh,vh->nv", hidden, borrowed.head_VdxH)
-        return hidden.reshape(blocks, size, -1), logits.reshape(blocks, size, -1)
+        return self.backbone(embedded, position_BxK.reshape(-1), attend).reshape(blocks, size, -1)
+
+    def base_logits(self, hidden_BxKxH: jax.Array, borrowed: Borrowed) -> jax.Array:
+        """`[B, K, Vd]` logits of slots before the in-block head; a caller that drafts fewer slots passes fewer."""
+        return jnp.einsum("bkh,vh->bkv", hidden_BxKxH, borrowed.head_VdxH)
 
     def initial_state(self, hidden_BxH: jax.Array) -> Any:
         return self.markov_head.initial_state(hidden_BxH) if self.config.markov_rank else ()
@@ -86,5 +86,5 @@ class DSpark(nn.Module):
         """Touches every parameter, for `init`."""
         zeros = jnp.zeros((len(anchor_B), self.config.block_size), jnp.int32)
         self.context(taps_NxMH, jnp.zeros(taps_NxMH.shape[0], jnp.int32))
-        hidden, logits = self.block(anchor_B, zeros, lambda layer, q, k, v: q, borrowed)
-        return self.teacher_forced(hidden, logits, zeros)[0]
+        hidden = self.block(anchor_B, zeros, lambda layer, q, k, v: q, borrowed)
+        return self.teacher_forced(hidden, self.base_logits(hidden, borrowed), zeros)[0]

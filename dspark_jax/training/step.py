@@ -92,9 +92,10 @@ def draft_blocks(
 
     anchor_token = jnp.where(blocks.keep_BxN, blocks.previous_BxNxK[..., 0], c.mask_token_id)
     slot_position = blocks.anchor_BxN[..., None] + jnp.arange(size)
-    hidden, base = module.apply(
+    hidden = module.apply(
         variables, anchor_token.reshape(-1), slot_position.reshape(-1, size), attend, borrowed, method=DSpark.block
     )
+    base = module.apply(variables, hidden, borrowed, method=DSpark.base_logits)
     previous = blocks.previous_BxNxK.reshape(-1, size)
     logits, confidence = module.apply(variables, hidden, base, previous, method=DSpark.teacher_forced)
     return logits.reshape(batch, num_blocks, size, -1), confidence.reshape(batch, num_blocks, size)

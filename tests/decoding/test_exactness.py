@@ -99,6 +99,7 @@ def accepted_and_rejected(outs) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("x64")
 class TestTokenForToken:
+    @pytest.mark.slow
     def test_plain_decoding_alone_equals_plain_decoding_in_company(self, models, plain):
         prompts, params = requests()
         engine = Engine(models[0], strategy="off", sampler="rejection", max_slots=1)
@@ -118,6 +119,7 @@ class TestTokenForToken:
         outs = run("bigram", "full", "auto", order=order, max_slots=3, rounds_per_dispatch=1, page_size=5)
         assert min(accepted_and_rejected(outs)) > 20
 
+    @pytest.mark.slow
     def test_one_slot_and_four_rounds_a_dispatch(self, run):
         run("bigram", "full", "auto", max_slots=1, rounds_per_dispatch=4, chunk=16)
 

@@ -28,7 +28,7 @@ def cases(golden):
 
 @pytest.fixture(scope="module")
 def outs(pair, cases):
-    """All golden prompts at once, in fewer slots. The reference's prefill gives its first token: our prompts end there."""
+    """All golden prompts, in fewer slots. The reference's prefill gives the first token: our prompts end there."""
     target, drafter = pair
     engine = Engine(target, drafter, max_slots=3, max_length=128, rounds_per_dispatch=64)  # two waves, one program
     whole = cases[FILES[0]]

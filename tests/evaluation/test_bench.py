@@ -39,6 +39,7 @@ def report(golden: Path, golden_target: Path, tmp_path_factory: pytest.TempPathF
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measurements, "ANSWER", 8)
         patch.setattr(measurements, "TOGETHER", (1,))
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's waiting threads leave the CPUs to other tests
         bench.main(["bench", f"--config={config}", "--repeats=7", f"--json={out}"])
     return json.loads(out.read_text())
 
