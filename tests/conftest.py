@@ -66,7 +66,9 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(3):
         layer = f"model.layers.{i}."
         shapes |= {layer + f"{name}.weight": (32,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {layer + f"self_attn.{n}_proj.weight": (rows, 32) for n, rows in zip("qkvo", (32, 16, 16, 32))}
+        shapes |= {
+            layer + f"self_attn.{n}_proj.weight": (rows, 32) for n, rows in zip("qkvo", (32, 16, 16, 32), strict=True)
+        }
         shapes |= {layer + f"mlp.{n}_proj.weight": s for n, s in (("gate", (48, 32)), ("up", (48, 32)))}
         shapes[layer + "mlp.down_proj.weight"] = (32, 48)
     draw = lambda shape: rng.standard_normal(shape) * 0.3 if len(shape) > 1 else np.ones(shape)  # noqa: E731

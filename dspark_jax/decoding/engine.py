@@ -14,7 +14,7 @@ from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEven
 from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, prefill
 from dspark_jax.decoding.sampling import SAMPLERS, SamplingParams, SlotSampling
 from dspark_jax.errors import UserError
-from dspark_jax.interop.drafter_io import Drafter
+from dspark_jax.interop.drafter_io import Drafter, check_fit
 from dspark_jax.interop.target_io import Target
 from dspark_jax.interop.tokenizer import StreamDecoder
 from dspark_jax.scheduling.scheduler import drafts_per_round
@@ -61,6 +61,8 @@ class Engine:
             raise UserError(f"unknown sampler {sampler!r}: known are {', '.join(SAMPLERS)}")
         if max_slots < 1 or page_size < 1 or rounds_per_dispatch < 1:
             raise UserError("max_slots, page_size and rounds_per_dispatch must be at least 1")
+        if drafter:
+            check_fit(drafter.config, target)
         self.drafts = drafts_per_round(strategy, drafter.config.block_size if drafter else 0)
         drafter = drafter if self.drafts else None
         self.target = target.with_taps(drafter.config.tap_layers if drafter else ())
@@ -186,9 +188,7 @@ class Engine:
         active = min(bucket(len(live)), self.max_slots)
         # Two dispatches may be in flight: the host's lengths lag by one.
         ahead = 2 * rounds * (self.drafts + 1)
-        longest = max(
-            len(r.prompt_ids) + min(len(r.completion.token_ids) + ahead, r.max_tokens) for r in live
-        )
+        longest = max(len(r.prompt_ids) + min(len(r.completion.token_ids) + ahead, r.max_tokens) for r in live)
         self.caches, self.slots, emitted = decode(
             self.models,
             self.weights,

@@ -151,7 +151,9 @@ def decode_round(
     caches = commit(models, weights, caches, slots.table_RxC, output, rows, rows.offset_N < emitted_R[rows.slot_N])
     last = jnp.take_along_axis(emitted_RxQ, jnp.maximum(emitted_R - 1, 0)[:, None], axis=1)[:, 0]
     slots = slots.replace(
-        anchor_R=jnp.where(active_R, last, slots.anchor_R), length_R=slots.length_R + emitted_R, remaining_R=remaining_R
+        anchor_R=jnp.where(active_R, last, slots.anchor_R).astype(jnp.int32),
+        length_R=(slots.length_R + emitted_R).astype(jnp.int32),
+        remaining_R=remaining_R.astype(jnp.int32),
     )
     # A drafted token counts as accepted only if it was emitted: a stop or the limit may have cut it off.
     return (
@@ -203,7 +205,12 @@ def decode(
     def body(carry):
         done, caches, used, outs = carry
         caches, used, out = decode_round(models, weights, caches, used, drafts, context_pages)
-        return done + 1, caches, used, tuple(all_.at[done].set(one) for all_, one in zip(outs, out, strict=True))
+        return (
+            done + 1,
+            caches,
+            used,
+            tuple(all_.at[done].set(one.astype(all_.dtype)) for all_, one in zip(outs, out, strict=True)),
+        )
 
     def more(carry):
         return (carry[0] < rounds) & jnp.any(carry[2].remaining_R > 0)

@@ -27,10 +27,11 @@ def round_stats(completions: Sequence[Completion]) -> RoundStats:
     """Statistics of completions; ratios of nothing are 0."""
     verified = [v for c in completions for v in c.verified]
     accepted = [a for c in completions for a in c.accepted]
+    judged = [j for c in completions for j in _judged(c)]
     tokens, rounds = sum(len(c.token_ids) for c in completions), len(verified)
     conditional = []
-    for k in range(max(verified, default=0)):
-        tried = sum(v > k and a >= k for v, a in zip(verified, accepted, strict=True))
+    for k in range(max(judged, default=0)):
+        tried = sum(j > k and a >= k for j, a in zip(judged, accepted, strict=True))
         conditional.append(sum(a > k for a in accepted) / max(tried, 1))
     per_round = max(rounds, 1)
     return RoundStats(
@@ -42,3 +43,13 @@ def round_stats(completions: Sequence[Completion]) -> RoundStats:
         verified_drafts_per_round=sum(verified) / per_round,
         conditional_acceptance=conditional,
     )
+
+
+def _judged(completion: Completion) -> list[int]:
+    """Drafts of each round whose fate was seen. Where a stop or the limit cut the last round off after an accepted
+    draft, the target's verdict on the next one never counted, and must not read as a rejection.
+    """
+    judged = list(completion.verified)
+    if judged and len(completion.token_ids) < sum(completion.accepted) + len(judged):
+        judged[-1] = completion.accepted[-1]
+    return judged

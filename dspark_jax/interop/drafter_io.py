@@ -19,7 +19,15 @@ import safetensors.numpy
 
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
-from dspark_jax.interop.families import layers_from_tensors, layers_to_tensors, rope_config, take_tensor
+from dspark_jax.interop.families import (
+    layer_entries,
+    layers_from_tensors,
+    layers_to_tensors,
+    positive_int,
+    refuse_unexpected,
+    rope_config,
+    take_tensor,
+)
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.config import DecoderConfig, DrafterConfig
 from dspark_jax.models.drafter import Borrowed, DSpark
@@ -87,6 +95,7 @@ def load_drafter(source: str | Path, target: Target) -> Drafter:
     tensors = SafetensorsDirectory(path)
     dtype = target.dtype
     like = abstract_drafter(config)
+    refuse_unexpected(tensors, _names(config), "")
     params: dict[str, Any] = {}
     for name, (place, transposed) in _entries(config).items():
         shape = _at(like, place).shape
@@ -127,11 +136,11 @@ def drafter_config(raw: Mapping[str, Any], target: Target) -> DrafterConfig:
         confidence = raw["enable_confidence_head"]
         config = DrafterConfig(
             decoder=_draft_decoder(raw),
-            block_size=raw["block_size"],
+            block_size=positive_int(raw, "block_size"),
             mask_token_id=raw["mask_token_id"],
             tap_layers=tuple(raw["target_layer_ids"]),
-            num_target_layers=raw["num_target_layers"],
-            draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+            num_target_layers=positive_int(raw, "num_target_layers"),
+            draft_vocab_size=positive_int(raw, "draft_vocab_size", positive_int(raw, "vocab_size")),
             markov_rank=rank,
             head_type=raw["markov_head_type"].lower() if rank else "vanilla",
             confidence=confidence,
@@ -148,12 +157,22 @@ def _draft_decoder(raw: Mapping[str, Any]) -> DecoderConfig:
     """The draft layers' sizes: always Qwen3-shaped (q and k norms), full attention."""
     bias = bool(raw.get("attention_bias", False))
     return DecoderConfig(
-        family="qwen3", vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"], num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"], num_kv_heads=raw["num_key_value_heads"], head_dim=raw["head_dim"],
-        rope=rope_config(raw), rms_eps=raw["rms_norm_eps"], max_length=raw.get("max_position_embeddings", 2048),
-        qk_norm=True, qkv_bias=bias, o_bias=bias, tied=False,
-    )  # fmt: skip
+        family="qwen3",
+        vocab_size=positive_int(raw, "vocab_size"),
+        hidden_size=positive_int(raw, "hidden_size"),
+        intermediate_size=positive_int(raw, "intermediate_size"),
+        num_layers=positive_int(raw, "num_hidden_layers"),
+        num_heads=positive_int(raw, "num_attention_heads"),
+        num_kv_heads=positive_int(raw, "num_key_value_heads"),
+        head_dim=positive_int(raw, "head_dim"),
+        rope=rope_config(raw),
+        rms_eps=raw["rms_norm_eps"],
+        max_length=positive_int(raw, "max_position_embeddings", 2048),
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        tied=False,
+    )
 
 
 def check_fit(config: DrafterConfig, target: Target) -> None:
@@ -242,6 +261,14 @@ def config_json(config: DrafterConfig, target: Target) -> dict[str, Any]:
 
 def _entries(config: DrafterConfig) -> dict[str, tuple[tuple[str, ...], bool]]:
     return {**_BACKBONE, **(_MARKOV if config.markov_rank else {}), **(_CONFIDENCE if config.confidence else {})}
+
+
+def _names(config: DrafterConfig) -> set[str]:
+    """Every tensor that a file of this drafter may hold."""
+    layers = {
+        f"layers.{i}.{suffix}" for i in range(config.decoder.num_layers) for suffix in layer_entries(config.decoder)
+    }
+    return layers | {*_entries(config), "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
 
 def _at(tree: Any, place: tuple[str, ...]) -> Any:

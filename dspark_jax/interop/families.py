@@ -136,9 +136,16 @@ def take_tensor(tensors: Mapping[str, Any], name: str, shape: tuple[int, ...], d
     array = np.asarray(tensors[name])
     if array.shape != shape:
         raise UserError(f"tensor {name!r} has shape {list(array.shape)}, the config asks for {list(shape)}")
-    if array.dtype.kind not in "fV":  # bfloat16 is a void to numpy
+    if jnp.issubdtype(dtype, jnp.floating) and array.dtype.kind not in "fV":  # bfloat16 is a void to numpy
         raise UserError(f"tensor {name!r} holds {array.dtype}: only float weights are read")
     return array.astype(dtype)
+
+
+def refuse_unexpected(tensors: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    """A tensor that the config does not account for means that the model would compute something else."""
+    strange = [n for n in tensors if n.startswith(prefix) and n not in known and not n.endswith("rotary_emb.inv_freq")]
+    if strange:
+        raise UserError(f"the checkpoint has a tensor that its config does not account for: {strange[0]!r}")
 
 
 def layers_from_tensors(

@@ -14,7 +14,13 @@ import numpy as np
 
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
-from dspark_jax.interop.families import decoder_config, layer_entries, layers_from_tensors, take_tensor
+from dspark_jax.interop.families import (
+    decoder_config,
+    layer_entries,
+    layers_from_tensors,
+    refuse_unexpected,
+    take_tensor,
+)
 from dspark_jax.interop.gguf import read_gguf
 from dspark_jax.interop.tokenizer import Tokenizer
 from dspark_jax.models.config import DecoderConfig
@@ -120,7 +126,7 @@ def load_target(
 def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp.dtype) -> Params:
     """The decoder's parameters, layers stacked, from tensors under Hugging Face names."""
     like = abstract_params(Decoder(config))
-    _refuse_unexpected(config, tensors)
+    refuse_unexpected(tensors, _names(config), "model.")
     params = {
         "embedding": take_tensor(tensors, "model.embed_tokens.weight", like["embedding"].shape, dtype),
         "norm": {"scale": take_tensor(tensors, "model.norm.weight", (config.hidden_size,), dtype)},
@@ -134,15 +140,10 @@ def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp
     return {**params, "layers": layers_from_tensors(tensors, "model.", like["layers"], config, dtype)}
 
 
-def _refuse_unexpected(config: DecoderConfig, tensors: Mapping[str, Any]) -> None:
-    """A tensor that the config does not account for means that the model would compute something else."""
+def _names(config: DecoderConfig) -> set[str]:
+    """Every tensor below "model." that a file of this target may hold."""
     layers = {f"model.layers.{i}.{suffix}" for i in range(config.num_layers) for suffix in layer_entries(config)}
-    known = layers | {"model.embed_tokens.weight", "model.norm.weight"}
-    strange = [
-        n for n in tensors if n.startswith("model.") and n not in known and not n.endswith("rotary_emb.inv_freq")
-    ]
-    if strange:
-        raise UserError(f"the checkpoint has a tensor that its config does not account for: {strange[0]!r}")
+    return layers | {"model.embed_tokens.weight", "model.norm.weight"}
 
 
 def float_dtype(dtype: jnp.dtype | str) -> jnp.dtype:

@@ -50,7 +50,7 @@ class FeatureSource:
     """`source(batch)` gives a batch's features.
 
     `keep`: each sequence is run once, alone (so that its numbers depend on nothing else), and kept in bfloat16 in host
-    memory: 2·(M+1)·H bytes a token. Worth it when several epochs fit in memory and the target costs more than the drafter.
+    memory: 2·(M+1)·H bytes a token. Worth it when there are several epochs and the features fit.
     """
 
     def __init__(self, target: Target, keep: bool):

@@ -102,7 +102,7 @@ def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
     mask = target.tokenizer.token_id(d.mask_token) if target.tokenizer else None
     if mask is None:
         raise UserError(
-            f"mask token {d.mask_token!r} is not in the target's vocabulary: set drafter.mask_token to an unused special"
+            f"mask token {d.mask_token!r} is not in the target's vocabulary: drafter.mask_token names an unused special"
         )
     decoder = dataclasses.replace(
         t,

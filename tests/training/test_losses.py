@@ -9,12 +9,17 @@ from dspark_jax.training.losses import LossWeights, loss_terms, metric_sums, tot
 from dspark_jax.training.step import learning_rate
 
 
+def terms_of(logits, label=None, accept_logits=0.0, eval_mask=None, target=None, **weights):
+    """Loss terms of blocks whose shape is that of `logits` [B, N, K, V]; everything else has a plain default."""
+    slots = logits.shape[:-1]
+    label = jnp.zeros(slots, int) if label is None else label
+    eval_mask = jnp.ones(slots) if eval_mask is None else eval_mask
+    target = jax.nn.log_softmax(logits) if target is None else target
+    return loss_terms(logits, jnp.full(slots, accept_logits), target, label, eval_mask, LossWeights(**weights))
+
+
 def test_position_weights_decay_by_four():
-    eval_mask = jnp.ones((1, 1, 7))
-    logits = jnp.zeros((1, 1, 7, 3))
-    terms, _ = loss_terms(logits, jnp.zeros((1, 1, 7)), jax.nn.log_softmax(logits), jnp.zeros((1, 1, 7), int), eval_mask,
-                          LossWeights())  # fmt: skip
-    assert float(terms.weight) == pytest.approx(3.73521, abs=1e-4)
+    assert float(terms_of(jnp.zeros((1, 1, 7, 3)))[0].weight) == pytest.approx(3.73521, abs=1e-4)
 
 
 def test_equal_distributions_are_always_accepted_and_disjoint_ones_never():
@@ -31,9 +36,8 @@ def test_mass_outside_a_reduced_vocabulary_counts_as_missed():
 
 def test_a_label_that_the_drafter_cannot_say_costs_no_cross_entropy():
     logits = jnp.array([[[[2.0, 0.0], [0.0, 1.0]]]])
-    args = (jnp.zeros((1, 1, 2)), jax.nn.log_softmax(logits))
-    both, _ = loss_terms(logits, *args, jnp.array([[[0, 1]]]), jnp.ones((1, 1, 2)), LossWeights(decay_gamma=0))
-    one, _ = loss_terms(logits, *args, jnp.array([[[0, -1]]]), jnp.ones((1, 1, 2)), LossWeights(decay_gamma=0))
+    both, _ = terms_of(logits, jnp.array([[[0, 1]]]), decay_gamma=0)
+    one, _ = terms_of(logits, jnp.array([[[0, -1]]]), decay_gamma=0)
     assert float(both.ce_weight) == 2 and float(one.ce_weight) == 1
     assert float(one.ce) == pytest.approx(float(jnp.log1p(jnp.exp(-2.0))))
 
@@ -41,8 +45,7 @@ def test_a_label_that_the_drafter_cannot_say_costs_no_cross_entropy():
 def test_expected_tokens_of_a_round():
     accept = jnp.array([[[0.5, 0.5], [1.0, 1.0]]])
     eval_mask = jnp.array([[[True, True], [True, False]]])
-    terms, _ = loss_terms(jnp.zeros((1, 2, 2, 2)), jnp.zeros((1, 2, 2)), jnp.zeros((1, 2, 2, 2)), jnp.zeros((1, 2, 2), int),
-                          eval_mask, LossWeights())  # fmt: skip
+    terms, _ = terms_of(jnp.zeros((1, 2, 2, 2)), eval_mask=eval_mask)
     sums = metric_sums(terms, accept, jnp.zeros((1, 2, 2)), eval_mask)
     num, den = sums["tau_probabilistic"]
     assert float(num / den) == pytest.approx(((1 + 0.5 + 0.25) + (1 + 1)) / 2)
@@ -51,9 +54,7 @@ def test_expected_tokens_of_a_round():
 
 def test_the_label_of_confidence_has_no_gradient():
     def confidence_loss(logits):
-        terms, _ = loss_terms(logits, jnp.ones((1, 1, 1)), jnp.log(jnp.array([[[[0.7, 0.3]]]])), jnp.zeros((1, 1, 1), int),
-                              jnp.ones((1, 1, 1)), LossWeights())  # fmt: skip
-        return terms.confidence
+        return terms_of(logits, accept_logits=1.0, target=jnp.log(jnp.array([[[[0.7, 0.3]]]])))[0].confidence
 
     assert not np.asarray(jax.grad(confidence_loss)(jnp.array([[[[1.0, 0.0]]]]))).any()
 

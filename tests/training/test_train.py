@@ -132,7 +132,10 @@ def test_kept_features_do_not_depend_on_the_batch(chat_model):
     batches = Batches(rows, 2, 96, seed=0)
     source = FeatureSource(target, keep=True)
     first, again = source(batches(0)), FeatureSource(target, keep=True)(batches(0))
-    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again)))
+    assert all(
+        (np.asarray(a) == np.asarray(b)).all()
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
+    )
 
 
 def test_batches_are_a_function_of_the_step_and_cover_an_epoch():
@@ -143,7 +146,7 @@ def test_batches_are_a_function_of_the_step_and_cover_an_epoch():
     again = Batches(rows, 4, 64, seed=3)(4)
     assert (again.token_BxS == order[4].token_BxS).all() and (again.row_B == order[4].row_B).all()
     for batch in order:
-        for tokens, mask, length in zip(batch.token_BxS, batch.loss_mask_BxS, batch.length_B):
+        for tokens, mask, length in zip(batch.token_BxS, batch.loss_mask_BxS, batch.length_B, strict=True):
             assert mask.sum() == length - 3 and (tokens[:3] == 1).all() and (tokens[length:] == 0).all()
 
 
