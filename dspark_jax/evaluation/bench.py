@@ -13,7 +13,7 @@ from absl import flags
 
 from dspark_jax.door import parse_config
 
-BUSY = 10.0  # percent of the CPUs in others' hands, from which on ratios are not to be trusted
+BUSY = 10.0  # percent of the CPUs in others' hands, from which on goals are not judged
 # Section of the report, row and column; the goal in words; the most that the value may be.
 GOALS = (
     ("step", "1", "ratio", "batch 1: step / transformers", 1.15),
@@ -53,12 +53,18 @@ def define_json(values: flags.FlagValues) -> None:
     flags.register_validator("json", has_folder, "it must be a file in a folder that exists", flag_values=values)
 
 
+def busy(report: dict[str, Any]) -> bool:
+    """Whether other processes used so much of the machine that ratios say little."""
+    return (report["others_cpu_percent"] or 0.0) > BUSY
+
+
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The project's goals for speed; `met` is None where the value was not measured."""
+    """The project's goals for speed. `met` is None where the value was not measured, or on a busy machine."""
     rows = []
     for section, batch, key, words, most in GOALS:
         value = report[section].get(batch, {}).get(key)
-        rows.append({"goal": words, "at_most": most, "value": value, "met": None if value is None else value <= most})
+        met = None if value is None or busy(report) else value <= most
+        rows.append({"goal": words, "at_most": most, "value": value, "met": met})
     return rows
 
 
@@ -82,11 +88,10 @@ def print_tables(report: dict[str, Any]) -> None:
     count = report["compilations_after_warm_up"]
     verdict = "no program was compiled after warm-up" if not count else f"{count} programs were compiled after warm-up"
     print(f"{verdict} (size of the jit caches before and after the timed parts)")
-    busy = (report["others_cpu_percent"] or 0.0) > BUSY
-    _print_goals(report["goals"], busy)
-    if busy:
+    _print_goals(report["goals"])
+    if busy(report):
         share = f"other processes used {report['others_cpu_percent']:.0f} % of the CPUs"
-        print(f"warning: {share}: PyTorch's waiting threads suffer more from that than XLA's. Measure again in quiet.")
+        print(f"warning: {share}. PyTorch's waiting threads suffer more from that than XLA's: measure again in quiet")
 
 
 def _print_rows(title: str, key: str, rows: dict[str, dict[str, Any]]) -> None:
@@ -110,14 +115,14 @@ def _cell(value: float | int | str, spread: float | None) -> str:
     return text if spread is None else f"{text} ±{spread / 2:.2f}"
 
 
-def _print_goals(rows: list[dict[str, Any]], busy: bool) -> None:
+def _print_goals(rows: list[dict[str, Any]]) -> None:
     import rich.console
     import rich.table
 
     table = rich.table.Table("goal", "at most", "measured", "", title="the project's goals", title_justify="left")
     for row in rows:
-        verdict = {None: "not measured", True: "met", False: "not met"}[row["met"]]
-        verdict += ", but busy" if busy and row["met"] is not None else ""
+        unknown = "not measured" if row["value"] is None else "not judged"
+        verdict = {None: unknown, True: "met", False: "not met"}[row["met"]]
         measured = "-" if row["value"] is None else f"{row['value']:.2f}"
         table.add_row(row["goal"], f"{row['at_most']:g}", measured, verdict)
     rich.console.Console().print(table)

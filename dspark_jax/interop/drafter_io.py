@@ -42,6 +42,7 @@ _BACKBONE = {
     "norm.weight": (("backbone", "norm", "scale"), False),
 }
 _MARKOV = {f"markov_head.{name}.weight": (("markov_head", name), False) for name in ("markov_w1", "markov_w2")}
+_HEAD_LAYERS = {"gated": "gate_proj", "rnn": "joint_proj"}  # the projection that a head has besides W1 and W2
 _CONFIDENCE = {
     "confidence_head.proj.weight": (("confidence_head", "proj", "kernel"), True),
     "confidence_head.proj.bias": (("confidence_head", "proj", "bias"), False),
@@ -260,7 +261,12 @@ def config_json(config: DrafterConfig, target: Target) -> dict[str, Any]:
 
 
 def _entries(config: DrafterConfig) -> dict[str, tuple[tuple[str, ...], bool]]:
-    return {**_BACKBONE, **(_MARKOV if config.markov_rank else {}), **(_CONFIDENCE if config.confidence else {})}
+    entries = {**_BACKBONE, **(_MARKOV if config.markov_rank else {}), **(_CONFIDENCE if config.confidence else {})}
+    if config.markov_rank and config.head_type in _HEAD_LAYERS:
+        layer = _HEAD_LAYERS[config.head_type]
+        entries[f"markov_head.{layer}.weight"] = (("markov_head", layer, "kernel"), True)
+        entries[f"markov_head.{layer}.bias"] = (("markov_head", layer, "bias"), False)
+    return entries
 
 
 def _names(config: DrafterConfig) -> set[str]:

@@ -28,7 +28,7 @@ _NORMS = {
 
 
 def decoder_config(config: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> DecoderConfig:
-    """Reads a config.json. Raises UserError on a family, size, activation, rope kind or window that is not supported."""
+    """Reads a config.json. Raises UserError, naming it, on whatever is missing, useless or not supported."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"unknown architecture {family!r}: this version reads {', '.join(FAMILIES)}")

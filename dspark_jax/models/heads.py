@@ -39,7 +39,36 @@ class MarkovHead(nn.Module):
         return jnp.einsum("...r,vr->...v", factor, self.markov_w2)
 
 
-HEADS = {"vanilla": MarkovHead}
+class GatedHead(MarkovHead):
+    """The embedding, gated by the slot's hidden state: sigmoid(W[h_k; e_k]) * e_k."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.gate_proj = Linear(self.config.markov_rank, use_bias=True)
+
+    def factor(self, k: jax.Array | int, hidden: jax.Array, state: Any, previous: jax.Array) -> tuple[jax.Array, Any]:
+        e = self.embed(previous)
+        return nn.sigmoid(self.gate_proj(jnp.concatenate([hidden, e], axis=-1))) * e, state
+
+
+class RNNHead(MarkovHead):
+    """A gated state over the block, 0 at its start; the factor is the cell's output (spec 2)."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.joint_proj = Linear(3 * self.config.markov_rank, use_bias=True)
+
+    def initial_state(self, hidden: jax.Array) -> jax.Array:
+        return jnp.zeros((*hidden.shape[:-1], self.config.markov_rank), hidden.dtype)
+
+    def factor(self, k: jax.Array | int, hidden: jax.Array, state: Any, previous: jax.Array) -> tuple[jax.Array, Any]:
+        joint = self.joint_proj(jnp.concatenate([state, self.embed(previous), hidden], axis=-1))
+        gate, candidate, output = jnp.split(joint, 3, axis=-1)
+        keep = nn.sigmoid(gate)
+        return jnp.tanh(output), keep * state + (1 - keep) * jnp.tanh(candidate)
+
+
+HEADS = {"vanilla": MarkovHead, "gated": GatedHead, "rnn": RNNHead}
 
 
 class ConfidenceHead(nn.Module):

@@ -16,11 +16,16 @@ from dspark_jax.training.losses import LossWeights
 from dspark_jax.training.step import Setup, draft_blocks, drafter_loss
 
 
+@pytest.fixture(scope="module", params=["dspark_vanilla", "dspark_rnn", "dflash"])
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def case(golden):
+def case(golden, name):
     target = load_target(golden / "target")
-    drafter = load_drafter(golden / "dspark_vanilla", target)
-    arrays = load_file(golden / "dspark_vanilla_train.safetensors")
+    drafter = load_drafter(golden / name, target)
+    arrays = load_file(golden / f"{name}_train.safetensors")
     blocks = make_blocks(
         arrays["input_ids"], arrays["loss_mask"], arrays["anchors"], arrays["keep"] > 0, drafter.config.block_size
     )
@@ -28,9 +33,9 @@ def case(golden):
 
 
 @pytest.fixture(scope="module")
-def loss_and_gradients(case, golden):
+def loss_and_gradients(case, golden, name):
     target, drafter, arrays, blocks = case
-    given = json.loads((golden / "dspark_vanilla_train.json").read_text())
+    given = json.loads((golden / f"{name}_train.json").read_text())
     weights = LossWeights(
         given["ce_loss_alpha"], given["l1_loss_alpha"], given["confidence_head_alpha"], given["loss_decay_gamma"]
     )
@@ -58,16 +63,18 @@ def test_draft_and_confidence_logits(case):
     _, drafter, arrays, blocks = case
     logits, confidence = draft_blocks(drafter.module, drafter.params, drafter.borrowed, arrays["taps"], blocks)
     assert close(logits, arrays["draft_logits"])
-    assert close(confidence, arrays["confidence_logits"])
+    if drafter.config.confidence:
+        assert close(confidence, arrays["confidence_logits"])
 
 
 def test_the_loss_and_its_terms(case, loss_and_gradients):
     arrays = case[2]
     (loss, (terms, _)), _ = loss_and_gradients
     assert close(loss, arrays["loss"][0])
-    for name, value in {"ce": terms.ce, "l1": terms.l1, "confidence": terms.confidence}.items():
-        assert close(value, arrays[f"term.{name}_loss_num"][0])
-        assert close(terms.weight, arrays[f"term.{name}_loss_den"][0])
+    for term, value in {"ce": terms.ce, "l1": terms.l1, "confidence": terms.confidence}.items():
+        if arrays.get(f"term.{term}_loss_den", [0])[0]:  # the reference leaves out terms that weigh nothing
+            assert close(value, arrays[f"term.{term}_loss_num"][0])
+            assert close(terms.weight, arrays[f"term.{term}_loss_den"][0])
 
 
 def test_every_gradient(case, loss_and_gradients):
