@@ -31,12 +31,12 @@ def get_config() -> ConfigDict:
         *("If", "Solve", "Calculate", "Can you", "Give me", "I", "Why", "A"),
     )
 
-    c.train.steps = 1100
+    c.train.steps = 2200
     c.train.num_anchors = 64
     # A short run: a higher rate, and more cross-entropy, whose gradient does not vanish while the drafter is far off.
     c.train.lr = 1e-3
     c.train.ce_weight = 0.5
-    c.train.checkpoint_every = 100
+    c.train.checkpoint_every = 200
     c.train.keep_features = True  # 2 GB, and the target runs once instead of in every epoch
 
     c.serve.drafter = "drafters/smollm2_135m"

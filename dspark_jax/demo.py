@@ -20,7 +20,7 @@ from dspark_jax.evaluation.report import describe_device, environment
 from dspark_jax.interop.target_io import Target
 from dspark_jax.serving import load_models, make_engine
 
-PROMPTS = Path(__file__).parent.parent / "prompts" / "demo.jsonl"
+PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 MAX_TOKENS = 128
 Timed = list[tuple[Request, float]]  # the same prompt with DSpark and plainly, with the seconds each took
 
@@ -42,9 +42,10 @@ def main(argv: list[str]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     plain = make_engine(config, target, None, strategy="off", max_slots=1)
     spark = make_engine(config, target, drafter, max_slots=1)
-    # Every program is compiled before the clock runs: one request that is as long as any of the prompts'.
+    # Every program is compiled before the clock runs: the shortest and the longest prompt need all of them.
+    by_length = sorted(rows, key=lambda row: len(row.messages[0]["content"]))
     for engine in (plain, spark):
-        engine.generate([rows[-1].messages], SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+        engine.generate([row.messages for row in (by_length[0], by_length[-1])], params)
     results = [_answer(console, plain, spark, row, params) for row in rows]
     table = _table(results, rows, target)
     console.print(table)
@@ -68,7 +69,7 @@ def _answer(
     for engine, show in ((spark, True), (plain, False)):
         requests = engine.requests([row.messages], params)
         start = time.perf_counter()
-        for event in engine.run(requests, engine.rounds):
+        for _, event in engine.run(requests, engine.rounds):
             if show:
                 console.print(event.text_delta, end="", markup=False, soft_wrap=True)
         timed.append((requests[0], time.perf_counter() - start))

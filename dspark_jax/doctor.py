@@ -15,12 +15,10 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import flags
 from ml_collections import ConfigDict
 
-from dspark_jax.door import parse_config
+from dspark_jax.door import define_json, parse_config
 from dspark_jax.errors import UserError
-from dspark_jax.evaluation.bench import define_json
 
 if TYPE_CHECKING:  # JAX is imported by the checks that need it: the first ones must work without it
     from dspark_jax.interop.drafter_io import Drafter
@@ -49,7 +47,7 @@ class Check:
 
 def main(argv: list[str]) -> None:
     """Prints the checks as they are made; exits with 1 when one of them is a problem."""
-    config, given = _parse(argv)
+    config, given = parse_config(argv, define_json, required=False)
     checks = []
     for check in run_checks(config):
         print(check, flush=True)
@@ -63,21 +61,6 @@ def main(argv: list[str]) -> None:
         write_json(given.json, {"problems": problems, "warnings": warnings, "checks": rows})
     if problems:
         sys.exit(1)
-
-
-def _parse(argv: list[str]) -> tuple[ConfigDict | None, flags.FlagValues]:
-    """The flags; a config is optional here."""
-    if any(arg.lstrip("-").startswith(("config", "help")) or arg == "-h" for arg in argv[1:]):
-        return parse_config(argv, define_json)
-    values = flags.FlagValues()
-    define_json(values)
-    try:
-        rest = values(argv)
-    except flags.Error as error:
-        raise UserError(str(error)) from None
-    if len(rest) > 1:
-        raise UserError(f"unexpected argument {rest[1]!r}: options are written --name=value")
-    return None, values
 
 
 def run_checks(config: ConfigDict | None) -> Iterator[Check]:

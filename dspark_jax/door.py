@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -21,14 +22,18 @@ def run_door(main: Callable[[], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
+    except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 def parse_config(
-    argv: list[str], define: Callable[[flags.FlagValues], None] = lambda values: None
-) -> tuple[ConfigDict, flags.FlagValues]:
+    argv: list[str], define: Callable[[flags.FlagValues], None] = lambda values: None, required: bool = True
+) -> tuple[ConfigDict | None, flags.FlagValues]:
     """Reads `--config=FILE`, `--config.section.key=value` overrides and the flags that `define` adds.
 
-    Raises UserError on a missing config file, an unknown key or flag, and a value of the wrong type.
+    The config is None only where it is not `required`. Raises UserError on a missing config file, an unknown key or
+    flag, and a value of the wrong type.
     """
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "path of a config file", flag_values=values)
@@ -49,9 +54,24 @@ def parse_config(
         raise UserError(_reason(error)) from None
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}: options are written --name=value")
-    if config is None:
+    if config is None and required:
         raise UserError("which config? give --config=configs/smollm2_135m.py")
     return config, values
+
+
+def define_json(values: flags.FlagValues) -> None:
+    """`--json=FILE`, refused at once, not after minutes of work, when it cannot be written there."""
+    flags.DEFINE_string("json", None, "file for the results as JSON", flag_values=values)
+
+    def has_folder(path: str | None) -> bool:
+        return path is None or (Path(path).absolute().parent.is_dir() and not Path(path).is_dir())
+
+    flags.register_validator("json", has_folder, "it must be a file in a folder that exists", flag_values=values)
+
+
+def busy(report: dict[str, Any]) -> bool:
+    """Whether other processes used so much of the machine that ratios say little."""
+    return (report["others_cpu_percent"] or 0.0) > BUSY
 
 
 def _reason(error: Exception) -> str:

@@ -98,7 +98,7 @@ def stream_prompt(config: ConfigDict, prompt: str) -> Iterator[str | dict[str, A
     row = PromptRow("prompt", [{"role": "user", "content": prompt}])
     requests = engine.requests([prompt], sampling_params(config, row))
     start = time.monotonic()
-    for event in engine.run(requests, rounds=1):
+    for _, event in engine.run(requests, rounds=1):
         yield event.text_delta
     yield generation_report([requests[0].completion], time.monotonic() - start)
 

@@ -153,7 +153,7 @@ class Engine:
         pending: collections.deque[_Dispatch] = collections.deque()
         try:
             while queue or live or pending:
-                live = self._refill(live, queue)
+                live = self.refill(live, queue)
                 if live:
                     pending.append(self._launch(live, rounds))
                 # The dispatch just launched runs while the host reads the one before it.
@@ -196,12 +196,12 @@ class Engine:
             self.slots,
             active=active,
             drafts=self.drafts,
-            context_pages=self._context_pages(longest),
+            context_pages=self.context_pages(longest),
             rounds=rounds,
         )
         return _Dispatch(list(live), emitted)
 
-    def _context_pages(self, tokens: int) -> int:
+    def context_pages(self, tokens: int) -> int:
         """Pages a program reads per slot: a power of two, at least 64 rows' worth, at most the table's width."""
         return min(bucket(-(-max(tokens, 64) // self.page_size)), self.slots.table_RxC.shape[1])
 
@@ -216,7 +216,7 @@ class Engine:
         table = np.zeros((self.max_slots, min(width, self.pages.total)), np.int32)
         return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, sampling))
 
-    def _refill(self, live: list[Request], queue: collections.deque[Request]) -> list[Request]:
+    def refill(self, live: list[Request], queue: collections.deque[Request]) -> list[Request]:
         """Moves live requests to the front and gives free slots, as far as pages last, to waiting ones."""
         keep = [i for i, request in enumerate(live) if request.completion.finish_reason is None]
         kept = [live[i] for i in keep]
@@ -271,7 +271,7 @@ class Engine:
                 tokens,
                 np.full(slots, start, np.int32),
                 count,
-                context_pages=self._context_pages(start),
+                context_pages=self.context_pages(start),
             )
 
 

@@ -6,12 +6,11 @@ A decoding step of ours against one of `transformers` on the same weights, and a
 of a speculative round lies outside the target's forward; tokens per second with drafting and without.
 """
 
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from dspark_jax.door import parse_config
+from dspark_jax.door import define_json, parse_config
 
 BUSY = 10.0  # percent of the CPUs in others' hands, from which on goals are not judged
 # Section of the report, row and column; the goal in words; the most that the value may be.
@@ -41,21 +40,6 @@ def define(values: flags.FlagValues) -> None:
     """The flags of `bench`."""
     flags.DEFINE_integer("repeats", 11, "times that each step is measured", lower_bound=7, flag_values=values)
     define_json(values)
-
-
-def define_json(values: flags.FlagValues) -> None:
-    """`--json=FILE`, refused at once, not after minutes of work, when it cannot be written there."""
-    flags.DEFINE_string("json", None, "file for the results as JSON", flag_values=values)
-
-    def has_folder(path: str | None) -> bool:
-        return path is None or (Path(path).absolute().parent.is_dir() and not Path(path).is_dir())
-
-    flags.register_validator("json", has_folder, "it must be a file in a folder that exists", flag_values=values)
-
-
-def busy(report: dict[str, Any]) -> bool:
-    """Whether other processes used so much of the machine that ratios say little."""
-    return (report["others_cpu_percent"] or 0.0) > BUSY
 
 
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:

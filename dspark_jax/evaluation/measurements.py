@@ -101,10 +101,10 @@ class FrozenBatch:
     def __init__(self, engine: Engine, prompts: list[list[int]]):
         self.engine, self.batch = engine, len(prompts)
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=engine.drafts + 1, ignore_eos=True)
-        engine._refill([], collections.deque(engine.requests(prompts, params)))
+        engine.refill([], collections.deque(engine.requests(prompts, params)))
         self.slots, self.next_tokens = engine.slots, []
         # As many pages as the engine itself would read when it streams, a round per dispatch.
-        pages = engine._context_pages(CONTEXT + 2 * (engine.drafts + 1))
+        pages = engine.context_pages(CONTEXT + 2 * (engine.drafts + 1))
         self.shape = {"drafts": engine.drafts, "context_pages": pages}
 
     def round(self) -> float:
