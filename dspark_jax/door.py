@@ -69,11 +69,6 @@ def define_json(values: flags.FlagValues) -> None:
     flags.register_validator("json", has_folder, "it must be a file in a folder that exists", flag_values=values)
 
 
-def busy(report: dict[str, Any]) -> bool:
-    """Whether other processes used so much of the machine that ratios say little."""
-    return (report["others_cpu_percent"] or 0.0) > BUSY
-
-
 def _reason(error: Exception) -> str:
     """The line of a flags error that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

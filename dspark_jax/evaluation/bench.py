@@ -42,6 +42,11 @@ def define(values: flags.FlagValues) -> None:
     define_json(values)
 
 
+def busy(report: dict[str, Any]) -> bool:
+    """Whether other processes used so much of the machine that ratios say little."""
+    return (report["others_cpu_percent"] or 0.0) > BUSY
+
+
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The project's goals for speed. `met` is None where the value was not measured, or on a busy machine."""
     rows = []
