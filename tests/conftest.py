@@ -4,6 +4,8 @@ import os
 
 # Where libtpu is installed, every start would look for a TPU. Set the variable to run the tests on an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Nearly all of the suite's time is compilation of tiny programs; LLVM need not polish them.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import json
 from collections.abc import Iterator

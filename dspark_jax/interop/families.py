@@ -77,6 +77,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
 
 def positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """A size of a config.json; an absent or null one takes the default. UserError names a useless or missing one."""
+    if name not in config and default is None:
+        raise UserError(f"config.json lacks {name!r}")
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
