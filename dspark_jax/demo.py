@@ -80,7 +80,7 @@ def _answer(
 def _table(results: list[Timed], rows: list[PromptRow], target: Target) -> rich.table.Table:
     """Tokens per second and per round of both, and whether the texts are the same token for token."""
     table = rich.table.Table(title=f"plain decoding and DSpark on {describe_device(environment())}")
-    for name in ("prompt", "tokens", "plain tok/s", "DSpark tok/s", "speed-up", "tokens/round", "same text"):
+    for name in ("prompt", "tokens", "plain tok/s", "DSpark tok/s", "speed-up", "tok/round", "same text"):
         table.add_column(name, justify="left" if name in ("prompt", "same text") else "right")
     total = [0, 0.0, 0.0]
     for row, ((fast, fast_s), (slow, slow_s)) in zip(rows, results, strict=True):
