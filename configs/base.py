@@ -25,6 +25,7 @@ def get_base() -> ConfigDict:
     c.drafter.head_type = "vanilla"
     c.drafter.confidence = True
     c.drafter.confidence_with_markov = True
+    c.drafter.rope_rounded = False  # rotary frequencies rounded to bfloat16, as DeepSpec's trainer has them
 
     c.data = ConfigDict()
     c.data.prompts = ""  # JSONL of prompts; "": the target writes them itself

@@ -164,7 +164,8 @@ def _count(params: Any) -> str:
 
 def _target_sizes(target: "Target") -> Iterator[Check]:
     c = target.config
-    heads = f"{c.num_heads} heads and {c.num_kv_heads} KV heads of {c.head_dim}"
+    kinds = [f"{kind.num_kv_heads} KV heads of {kind.head_dim}" for kind in c.attention]
+    heads = f"{c.num_heads} heads and {' or '.join(dict.fromkeys(kinds))}"
     sizes = f"{c.family}, {c.num_layers} layers, width {c.hidden_size}, {heads}, MLP {c.intermediate_size}"
     yield Check("target", "sizes", "ok", f"{sizes}, vocabulary {c.vocab_size}, context {c.max_length}")
     yield Check("target", "weights", "ok", _count(target.params))

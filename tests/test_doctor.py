@@ -111,9 +111,7 @@ def test_drafter_of_another_target_is_a_problem(
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "no json", "nonsense"])
-def test_damaged_drafter_is_a_problem(
-    damage: str, run: Run, drafter: Callable[..., Path], golden_target: Path
-) -> None:
+def test_damaged_drafter_is_a_problem(damage: str, run: Run, drafter: Callable[..., Path], golden_target: Path) -> None:
     """Whatever a library raises becomes a line."""
     path = drafter(**({"rms_norm_eps": "small", "head_dim": "wide"} if damage == "nonsense" else {}))
     if damage == "missing":

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.models.config import DecoderConfig
+from dspark_jax.models.layers import KeysValues
 from pallas_kernels.ragged_attention import Prefix, Rows
 
 
 @flax.struct.dataclass
 class PagePool:
-    """Keys and values of all layers: L layers, P pages of S rows."""
+    """Keys and values of all layers of one kind of attention: L layers, P pages of S rows."""
 
     k_LxPxSxKVxD: jax.Array
     v_LxPxSxKVxD: jax.Array
@@ -21,11 +22,6 @@ class PagePool:
     @property
     def page_size(self) -> int:
         return self.k_LxPxSxKVxD.shape[2]
-
-    @classmethod
-    def empty(cls, config: DecoderConfig, pages: int, page_size: int, dtype: jnp.dtype) -> "PagePool":
-        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def view(self, table_RxC: jax.Array, length_R: jax.Array) -> Prefix:
         """The cached rows of each slot, read only."""
@@ -43,6 +39,30 @@ class PagePool:
         return PagePool(
             self.k_LxPxSxKVxD.at[at].set(k_LxNxKVxD, mode="drop"), self.v_LxPxSxKVxD.at[at].set(v_LxNxKVxD, mode="drop")
         )
+
+
+Pools = tuple[PagePool, ...]  # one for each kind of attention; a page id means the same rows in all of them
+
+
+def empty_pools(config: DecoderConfig, pages: int, page_size: int, dtype: jnp.dtype) -> Pools:
+    """Zeroed pools for a decoder's layers."""
+
+    def pool(kind: int) -> PagePool:
+        attention, layers = config.attention[kind], config.layer_kinds.count(kind)
+        shape = (layers, pages, page_size, attention.num_kv_heads, attention.head_dim)
+        return PagePool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    return tuple(pool(kind) for kind in range(len(config.attention)))
+
+
+def view_pools(pools: Pools, table_RxC: jax.Array, length_R: jax.Array) -> tuple[Prefix, ...]:
+    """The cached rows of each slot, read only, for each kind of attention."""
+    return tuple(pool.view(table_RxC, length_R) for pool in pools)
+
+
+def write_pools(pools: Pools, kv: tuple[KeysValues, ...], table_RxC: jax.Array, rows: Rows, keep_N: jax.Array) -> Pools:
+    """Stores the rows to keep in every pool."""
+    return tuple(pool.write(k, v, table_RxC, rows, keep_N) for pool, (k, v) in zip(pools, kv, strict=True))
 
 
 class PageAllocator:

@@ -1,15 +1,20 @@
-"""Proposals: one parallel pass over a block of every slot, then the in-block head token by token."""
+"""Proposals: a block of every slot in one parallel pass, its in-block head token by token; Eagle3 pass by pass."""
+
+from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.decoding.sampling import SlotSampling, draw, log_prob_of
+from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.drafter import Borrowed, DSpark
+from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import Params
 from pallas_kernels import warp as warps
 from pallas_kernels.noise import Key, Role, position_key
-from pallas_kernels.ragged_attention import Prefix, ragged_attention, ragged_rows
+from pallas_kernels.ragged_attention import Prefix, ragged_rows, step_attention
 
 
 @flax.struct.dataclass
@@ -33,37 +38,94 @@ def draft_key(sampler: str, seed: Key, anchor_R: jax.Array, slot: int) -> Key:
     return position_key(seed, anchor_R, Role.DRAFT, slot)
 
 
+# step(k, state, previous token [R]) -> (logits [R, Vd], confidence logits [R], state)
+Step = Callable[[int, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
+
+
 def propose(
-    module: DSpark,
+    module: DSpark | Eagle3,
     params: Params,
     borrowed: Borrowed,
     anchor_R: jax.Array,
-    prefix: Prefix,
+    prefixes: tuple[Prefix, ...],
+    carry: Any,
     sampling: SlotSampling,
     sampler: str,
     num_tokens: int,
 ) -> Proposal:
-    """Drafts `num_tokens` tokens after every slot's anchor, which stands right behind its cached context."""
-    size = module.config.block_size
-    slots, scale = len(anchor_R), module.config.decoder.head_dim**-0.5
-    rows = ragged_rows(jnp.full(slots, size), prefix.length_R, slots * size, size)
+    """Drafts `num_tokens` tokens after every slot's anchor, which stands right behind its cached context.
 
-    def attend(layer, q, k, v):
-        return ragged_attention(q, k, v, rows, prefix, layer, causal=False, scale=scale)
-
-    positions = rows.position_N.reshape(slots, size)
-    variables = {"params": params}
-    hidden = module.apply(variables, anchor_R, positions, attend, borrowed, method=DSpark.block)
-    base = module.apply(variables, hidden[:, :num_tokens], borrowed, method=DSpark.base_logits)
-    state = module.apply(variables, hidden[:, 0], method=DSpark.initial_state)
+    `carry`: what the drafter keeps of each slot's last committed row (`module.carry`).
+    """
+    begin = _begin_block if isinstance(module, DSpark) else _begin_eagle3
+    step, state = begin(module, params, borrowed, anchor_R, prefixes, carry, num_tokens)
     previous, steps = anchor_R, []
     for k in range(num_tokens):
-        logits, confidence, state = module.apply(
-            variables, k, hidden[:, k], base[:, k], state, previous, method=DSpark.step
-        )
+        logits, confidence, state = step(k, state, previous)
         warped = warps.apply(logits, sampling.warp)
-        key = draft_key(sampler, sampling.seed, prefix.length_R, k)
+        key = draft_key(sampler, sampling.seed, prefixes[0].length_R, k)
         index = draw(warped, sampling.warp.temperature, key, borrowed.token_ids_Vd)
         previous = borrowed.token_ids_Vd[index]
         steps.append((previous, log_prob_of(warped, index), warped, confidence))
     return Proposal(*(jnp.stack(parts, axis=1) for parts in zip(*steps, strict=True)))
+
+
+def _begin_block(
+    module: DSpark,
+    params: Params,
+    borrowed: Borrowed,
+    anchor_R: jax.Array,
+    prefixes: tuple[Prefix, ...],
+    carry: Any,
+    num_tokens: int,
+) -> tuple[Step, Any]:
+    """The parallel pass; a step is the in-block head's."""
+    size, slots = module.config.block_size, len(anchor_R)
+    rows = ragged_rows(jnp.full(slots, size), prefixes[0].length_R, slots * size, size)
+    attend = attend_rows(module.config.decoder, rows, prefixes)
+    positions = rows.position_N.reshape(slots, size)
+
+    def call(method: Callable, *args: Any) -> Any:
+        return module.apply({"params": params}, *args, method=method)
+
+    hidden = call(DSpark.block, anchor_R, positions, attend, borrowed)
+    predicting = module.predicting(hidden, num_tokens)
+    base = call(DSpark.base_logits, predicting, borrowed)
+
+    def step(k: int, state: Any, previous: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        return call(DSpark.step, k, predicting[:, k], base[:, k], state, previous, borrowed)
+
+    return step, call(DSpark.initial_state, hidden, anchor_R, borrowed)
+
+
+def _begin_eagle3(
+    module: Eagle3,
+    params: Params,
+    borrowed: Borrowed,
+    anchor_R: jax.Array,
+    prefixes: tuple[Prefix, ...],
+    carry: jax.Array,
+    num_tokens: int,
+) -> tuple[Step, Any]:
+    """A step is a pass over one row a slot: the last committed row first, then the drafts'.
+
+    The last committed row pairs the target's features before the anchor with the anchor. Its keys and values are
+    cached already; only its state, which the anchor has just completed, is computed here. A request whose anchor is its
+    first token has no such row: its drafts start from nothing.
+    """
+    kind = module.config.decoder.attention[0]
+    prefix = prefixes[0].replace(length_R=jnp.maximum(prefixes[0].length_R - 1, 0))
+
+    def step(k: int, state: Any, previous: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        hidden, cached = state
+
+        def attend(q: jax.Array, k_new: jax.Array, v_new: jax.Array) -> jax.Array:
+            keys, values = (jnp.stack(parts, axis=1) for parts in zip(*cached, (k_new, v_new), strict=True))
+            return step_attention(q, keys, values, prefix, 0, scale=kind.softmax_scale, window=kind.window)
+
+        hidden, logits, kv = module.apply(
+            {"params": params}, hidden, previous, prefix.length_R + k, attend, borrowed, method=Eagle3.advance
+        )
+        return logits, jnp.full(previous.shape, jnp.inf, logits.dtype), (hidden, (*cached, kv))
+
+    return step, (carry, ())

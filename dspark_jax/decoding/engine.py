@@ -4,14 +4,15 @@ import collections
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decoding.caches import PageAllocator, PagePool
+from dspark_jax.decoding.caches import PageAllocator, empty_pools
 from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, prompt_token_ids
-from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, prefill
+from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, empty_carry, prefill
 from dspark_jax.decoding.sampling import SAMPLERS, SamplingParams, SlotSampling
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit
@@ -63,7 +64,7 @@ class Engine:
             raise UserError("max_slots, page_size and rounds_per_dispatch must be at least 1")
         if drafter:
             check_fit(drafter.config, target)
-        self.drafts = drafts_per_round(strategy, drafter.config.block_size if drafter else 0)
+        self.drafts = drafts_per_round(strategy, drafter.config.num_drafts if drafter else 0)
         drafter = drafter if self.drafts else None
         self.target = target.with_taps(drafter.config.tap_layers if drafter else ())
         self.max_slots, self.page_size, self.rounds = max_slots, page_size, rounds_per_dispatch
@@ -72,11 +73,9 @@ class Engine:
         self.pages = PageAllocator(-(-rows // page_size))
         self.models = Models(self.target.module, drafter.module if drafter else None, sampler)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
-        draft_pool = (
-            PagePool.empty(drafter.config.decoder, self.pages.total, page_size, target.dtype) if drafter else None
-        )
-        target_pool = PagePool.empty(target.config, self.pages.total, page_size, target.dtype)
-        self.caches = Caches(target_pool, draft_pool)
+        pool_sizes = (self.pages.total, page_size, target.dtype)
+        draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if drafter else None
+        self.caches = Caches(empty_pools(target.config, *pool_sizes), draft_pools)
         self.slots = self._empty_slots()
         self._busy = False
 
@@ -214,7 +213,8 @@ class Engine:
         one = SlotSampling.of(SamplingParams(), 0, (), STOP_WIDTH)
         sampling = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], self.max_slots, axis=0), one)
         table = np.zeros((self.max_slots, min(width, self.pages.total)), np.int32)
-        return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, sampling))
+        carry = empty_carry(self.models.drafter, self.max_slots, self.target.dtype)
+        return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, carry, sampling))
 
     def refill(self, live: list[Request], queue: collections.deque[Request]) -> list[Request]:
         """Moves live requests to the front and gives free slots, as far as pages last, to waiting ones."""
@@ -232,47 +232,52 @@ class Engine:
         if len(keep) < len(live) or admitted:
             rest = [i for i in range(self.max_slots) if i not in set(keep)]
             self.slots = _permute(self.slots, np.asarray(keep + rest))
-        if admitted:
-            self._prefill(admitted)
+        carry = self._prefill(admitted) if admitted else ()
         for i, request in enumerate(admitted):
-            self.slots = _set_slot(self.slots, len(kept) + i, self._slot_entries(request))
+            own = jax.tree.map(lambda a, i=i: a[i], carry)
+            self.slots = _set_slot(self.slots, len(kept) + i, self._slot_entries(request, own))
         return kept + admitted
 
-    def _slot_entries(self, request: Request) -> Slots:
+    def _slot_entries(self, request: Request, carry: Any) -> Slots:
         sampling = SlotSampling.of(request.params, request.seed, request.stop_ids, STOP_WIDTH)
         ids = request.prompt_ids
-        return Slots(
-            np.int32(ids[-1]), np.int32(len(ids)), np.int32(request.max_tokens), self._table_row(request), sampling
-        )
+        numbers = (np.int32(ids[-1]), np.int32(len(ids)), np.int32(request.max_tokens))
+        return Slots(*numbers, self._table_row(request), carry, sampling)
 
     def _table_row(self, request: Request) -> np.ndarray:
         row = np.zeros(self.slots.table_RxC.shape[1], np.int32)
         row[: len(request.pages)] = request.pages
         return row
 
-    def _prefill(self, requests: list[Request]) -> None:
-        """Caches all prompt tokens but the last, which is the first round's anchor."""
+    def _prefill(self, requests: list[Request]) -> Any:
+        """Caches all prompt tokens but the last, which is the first round's anchor. Returns their carries."""
         longest = max(len(r.prompt_ids) for r in requests) - 1
         slots = min(bucket(len(requests)), self.max_slots)
         table = np.zeros((slots, self.slots.table_RxC.shape[1]), np.int32)
         for i, request in enumerate(requests):
             table[i] = self._table_row(request)
+        carry = empty_carry(self.models.drafter, slots, self.target.dtype)
         for start in range(0, longest, PREFILL_CHUNK):
-            parts = [r.prompt_ids[:-1][start : start + PREFILL_CHUNK] for r in requests]
-            parts += [[]] * (slots - len(parts))
-            width = bucket(max(8, *(len(part) for part in parts)))
-            tokens = np.array([part + [0] * (width - len(part)) for part in parts], np.int32)
-            count = np.array([len(part) for part in parts], np.int32)
-            self.caches = prefill(
+            # One token more than the chunk: some drafters read a row's successor.
+            parts = [r.prompt_ids[start : start + PREFILL_CHUNK + 1] for r in requests]
+            count = np.array([max(len(part) - 1, 0) for part in parts] + [0] * (slots - len(parts)), np.int32)
+            width = bucket(max(8, int(count.max())))
+            tokens = np.zeros((slots, width + 1), np.int32)
+            for i, part in enumerate(parts):
+                tokens[i, : len(part)] = part
+            self.caches, carry = prefill(
                 self.models,
                 self.weights,
                 self.caches,
                 table,
-                tokens,
+                tokens[:, :-1],
+                tokens[:, 1:],
                 np.full(slots, start, np.int32),
                 count,
+                carry,
                 context_pages=self.context_pages(start),
             )
+        return carry
 
 
 @jax.jit

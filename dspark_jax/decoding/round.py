@@ -2,19 +2,22 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decoding.caches import PagePool
+from dspark_jax.decoding.caches import Pools, view_pools, write_pools
 from dspark_jax.decoding.draft import propose
 from dspark_jax.decoding.sampling import SlotSampling
 from dspark_jax.decoding.verify import Verdict, verify
+from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.drafter import Borrowed, DSpark
+from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder, DecoderOutput
-from pallas_kernels.ragged_attention import Rows, ragged_attention, ragged_rows
+from pallas_kernels.ragged_attention import Rows, ragged_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Models:
     """The networks of a round, without their weights (static). `drafter` None: plain decoding."""
 
     target: Decoder
-    drafter: DSpark | None
+    drafter: DSpark | Eagle3 | None
     sampler: str
 
 
@@ -39,8 +42,8 @@ class Weights:
 class Caches:
     """Target keys and values, and the drafter's keys and values of the same positions (its context)."""
 
-    target: PagePool
-    draft: PagePool | None
+    target: Pools
+    draft: Pools | None
 
 
 @flax.struct.dataclass
@@ -51,6 +54,7 @@ class Slots:
     length_R: jax.Array  # committed tokens, prompt and anchor included; the anchor stands at length - 1
     remaining_R: jax.Array  # tokens that may still be emitted; 0 when the request has ended
     table_RxC: jax.Array  # its pages
+    carry: Any  # what its drafter keeps of the row before the anchor, `[R, ...]`
     sampling: SlotSampling
 
 
@@ -75,12 +79,7 @@ def target_rows(
     cached_R: jax.Array,
 ) -> DecoderOutput:
     """The target over N rows behind the slots' cached prefixes. Reads the cache, writes nothing."""
-    prefix = caches.target.view(table_RxC, cached_R)
-    scale = models.target.config.head_dim**-0.5
-
-    def attend(layer, q, k, v):
-        return ragged_attention(q, k, v, rows, prefix, layer, causal=True, scale=scale)
-
+    attend = attend_rows(models.target.config, rows, view_pools(caches.target, table_RxC, cached_R))
     return models.target.apply({"params": weights.target}, token_N, rows.position_N, attend)
 
 
@@ -91,14 +90,33 @@ def commit(
     table_RxC: jax.Array,
     output: DecoderOutput,
     rows: Rows,
-    keep_N: jax.Array,
-) -> Caches:
-    """Writes the rows to keep: the target's keys and values, and the drafter's, made from the rows' taps."""
-    target = caches.target.write(output.k_LxNxKVxD, output.v_LxNxKVxD, table_RxC, rows, keep_N)
+    keep_R: jax.Array,
+    next_token_N: jax.Array,
+    carry: Any,
+) -> tuple[Caches, Any]:
+    """Writes the first `keep_R` rows of each slot: the target's keys and values, and the drafter's, made from the taps.
+
+    `next_token_N`: the token after each row to keep. Returns the caches and the slots' new carry.
+    """
+    keep_N = rows.offset_N < keep_R[rows.slot_N]
+    target = write_pools(caches.target, output.kv, table_RxC, rows, keep_N)
     if models.drafter is None:
-        return Caches(target, None)
-    k, v = models.drafter.apply({"params": weights.drafter}, output.taps_NxMH, rows.position_N, method=DSpark.context)
-    return Caches(target, caches.draft.write(k, v, table_RxC, rows, keep_N))
+        return Caches(target, None), carry
+    variables, module = {"params": weights.drafter}, type(models.drafter)
+    kv = models.drafter.apply(
+        variables, output.taps_NxMH, rows.position_N, next_token_N, weights.borrowed, method=module.context
+    )
+    last_R = jnp.clip(rows.first_R + keep_R - 1, 0, len(keep_N) - 1)
+    fresh = models.drafter.apply(variables, output.taps_NxMH[last_R], method=module.carry)
+    carry = jax.tree.map(lambda new, old: jnp.where(keep_R[:, None] > 0, new, old), fresh, carry)
+    return Caches(target, write_pools(caches.draft, kv, table_RxC, rows, keep_N)), carry
+
+
+def empty_carry(drafter: DSpark | Eagle3 | None, slots: int, dtype: jnp.dtype) -> Any:
+    """The carry of slots that have committed nothing."""
+    if not isinstance(drafter, Eagle3):
+        return ()
+    return jnp.zeros((slots, drafter.config.decoder.hidden_size), dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("models", "context_pages"), donate_argnames="caches")
@@ -108,16 +126,22 @@ def prefill(
     caches: Caches,
     table_RxC: jax.Array,
     token_RxQ: jax.Array,
+    next_token_RxQ: jax.Array,
     start_R: jax.Array,
     count_R: jax.Array,
+    carry: Any,
     context_pages: int,
-) -> Caches:
-    """Caches `count_R` prompt tokens of each slot from position `start_R` on; what lies before is cached already."""
+) -> tuple[Caches, Any]:
+    """Caches `count_R` prompt tokens of each slot from position `start_R` on; what lies before is cached already.
+
+    Returns the caches and the slots' carry, which goes into the next chunk.
+    """
     slots, block = token_RxQ.shape
     rows = ragged_rows(count_R, start_R, slots * block, block)
     table = table_RxC[:, :context_pages]
     output = target_rows(models, weights, caches, table, token_RxQ[rows.slot_N, rows.offset_N], rows, start_R)
-    return commit(models, weights, caches, table_RxC, output, rows, rows.valid_N)
+    following = next_token_RxQ[rows.slot_N, rows.offset_N]
+    return commit(models, weights, caches, table_RxC, output, rows, count_R, following, carry)
 
 
 def decode_round(
@@ -135,7 +159,8 @@ def decode_round(
             weights.drafter,
             weights.borrowed,
             slots.anchor_R,
-            caches.draft.view(table, cached_R),
+            view_pools(caches.draft, table, cached_R),
+            slots.carry,
             slots.sampling,
             models.sampler,
             drafts,
@@ -148,12 +173,14 @@ def decode_round(
     logits = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
     verdict = verify(logits, rows, proposal, token_ids, slots.sampling, models.sampler)
     emitted_RxQ, emitted_R, remaining_R = _emit(block_RxQ, verdict, slots, active_R)
-    caches = commit(models, weights, caches, slots.table_RxC, output, rows, rows.offset_N < emitted_R[rows.slot_N])
+    following = emitted_RxQ[rows.slot_N, rows.offset_N]
+    caches, carry = commit(models, weights, caches, slots.table_RxC, output, rows, emitted_R, following, slots.carry)
     last = jnp.take_along_axis(emitted_RxQ, jnp.maximum(emitted_R - 1, 0)[:, None], axis=1)[:, 0]
     slots = slots.replace(
         anchor_R=jnp.where(active_R, last, slots.anchor_R).astype(jnp.int32),
         length_R=(slots.length_R + emitted_R).astype(jnp.int32),
         remaining_R=remaining_R.astype(jnp.int32),
+        carry=carry,
     )
     # A drafted token counts as accepted only if it was emitted: a stop or the limit may have cut it off.
     return (

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from dspark_jax.decoding.caches import view_pools
 from dspark_jax.decoding.draft import Proposal, propose
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.requests import Completion, Prompt
@@ -129,7 +130,7 @@ class FrozenBatch:
 @functools.partial(jax.jit, static_argnames=("models", "drafts", "context_pages"))
 def target_forward(
     models: Models, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """The target's forward of a round: its rows through decoder and head. Taps are the drafter's need, so left out."""
     plain = dataclasses.replace(models, target=Decoder(models.target.config), drafter=None)
     batch, cached_R = len(slots.anchor_R), slots.length_R - 1
@@ -137,7 +138,7 @@ def target_forward(
     token_N = slots.anchor_R[rows.slot_N]
     output = target_rows(plain, weights, caches, slots.table_RxC[:, :context_pages], token_N, rows, cached_R)
     logits = plain.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
-    return logits, output.k_LxNxKVxD, output.v_LxNxKVxD
+    return logits, output.kv
 
 
 @functools.partial(jax.jit, static_argnames=("models", "drafts", "context_pages"))
@@ -145,9 +146,9 @@ def drafting(
     models: Models, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
 ) -> Proposal:
     """The proposal of a round alone."""
-    prefix = caches.draft.view(slots.table_RxC[:, :context_pages], slots.length_R - 1)
-    sizes = {"sampler": models.sampler, "num_tokens": drafts}
-    return propose(models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefix, slots.sampling, **sizes)
+    prefixes = view_pools(caches.draft, slots.table_RxC[:, :context_pages], slots.length_R - 1)
+    parts = (models.drafter, weights.drafter, weights.borrowed)
+    return propose(*parts, slots.anchor_R, prefixes, slots.carry, slots.sampling, models.sampler, drafts)
 
 
 def compiled_programs() -> int:

@@ -32,14 +32,15 @@ def load_transformers(target: Target, threads: int) -> tuple[Any | None, str]:
 def _hf_config(target: Target) -> Any:
     import transformers
 
-    c, details = target.config, dataclasses.asdict(target.config.rope)
+    c, attention = target.config, target.config.attention[0]
+    details = dataclasses.asdict(attention.rope)
     rope = {"rope_theta": details.pop("theta"), "rope_type": details.pop("kind")}
     if rope["rope_type"] != "default":
         rope |= {name: value for name, value in details.items() if value is not None}
     return transformers.AutoConfig.for_model(
         c.family, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim, rms_norm_eps=c.rms_eps, max_position_embeddings=c.max_length, rope_parameters=rope,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim, rms_norm_eps=c.rms_eps, max_position_embeddings=c.max_length, rope_parameters=rope,
         attention_bias=c.qkv_bias, mlp_bias=c.mlp_bias, tie_word_embeddings=c.tied,
     )  # fmt: skip
 

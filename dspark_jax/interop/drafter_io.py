@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -19,48 +18,38 @@ import safetensors.numpy
 
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
-from dspark_jax.interop.families import (
-    layer_entries,
-    layers_from_tensors,
-    layers_to_tensors,
-    positive_int,
-    refuse_unexpected,
-    rope_config,
-    take_tensor,
+from dspark_jax.interop.drafter_tensors import (
+    abstract_drafter,
+    drafter_module,
+    drafter_tensors,
+    init_drafter,
+    params_from_tensors,
 )
+from dspark_jax.interop.families import positive_int, rope_config, take_tensor
 from dspark_jax.interop.target_io import Target
-from dspark_jax.models.config import DecoderConfig, DrafterConfig
+from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig, Eagle3Config
 from dspark_jax.models.drafter import Borrowed, DSpark
+from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.heads import HEADS
 from dspark_jax.models.layers import Params
 
 ARCHITECTURE = "Qwen3DSparkModel"
-# Checkpoint name -> (place in the parameters, stored transposed).
-_BACKBONE = {
-    "fc.weight": (("backbone", "fc", "kernel"), True),
-    "hidden_norm.weight": (("backbone", "hidden_norm", "scale"), False),
-    "norm.weight": (("backbone", "norm", "scale"), False),
-}
-_MARKOV = {f"markov_head.{name}.weight": (("markov_head", name), False) for name in ("markov_w1", "markov_w2")}
-_HEAD_LAYERS = {"gated": "gate_proj", "rnn": "joint_proj"}  # the projection that a head has besides W1 and W2
-_CONFIDENCE = {
-    "confidence_head.proj.weight": (("confidence_head", "proj", "kernel"), True),
-    "confidence_head.proj.bias": (("confidence_head", "proj", "bias"), False),
-}
+
+__all__ = ["Drafter", "abstract_drafter", "borrow", "check_fit", "init_drafter", "load_drafter", "save_drafter"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
     """A drafter bound to its target: its own parameters, and the tables it borrows."""
 
-    config: DrafterConfig
+    config: DrafterConfig | Eagle3Config
     params: Params
     borrowed: Borrowed
     target_fingerprint: str = ""  # of the target it was trained for; "" where its file does not say
 
     @property
-    def module(self) -> DSpark:
-        return DSpark(self.config)
+    def module(self) -> DSpark | Eagle3:
+        return drafter_module(self.config)
 
 
 def borrow(target: Target, token_ids: np.ndarray | None = None) -> Borrowed:
@@ -71,39 +60,13 @@ def borrow(target: Target, token_ids: np.ndarray | None = None) -> Borrowed:
     return Borrowed(target.params["embedding"], head if token_ids is None else head[ids], ids.astype(jnp.int32))
 
 
-def abstract_drafter(config: DrafterConfig) -> Params:
-    """Shapes of the drafter's parameters, nothing allocated."""
-    return jax.eval_shape(lambda: init_drafter(config, jax.random.key(0)))
-
-
-def init_drafter(config: DrafterConfig, key: jax.Array) -> Params:
-    """Fresh float32 parameters: N(0, 0.02) weights, zero biases, unit norms (spec 1.4)."""
-    hidden = config.decoder.hidden_size
-    taps = jnp.zeros((1, len(config.tap_layers) * hidden))
-    borrowed = Borrowed(
-        jnp.zeros((config.decoder.vocab_size, hidden)),
-        jnp.zeros((config.draft_vocab_size, hidden)),
-        jnp.zeros(config.draft_vocab_size, jnp.int32),
-    )
-    return DSpark(config).init(key, taps, jnp.zeros(1, jnp.int32), borrowed)["params"]
-
-
 def load_drafter(source: str | Path, target: Target) -> Drafter:
     """Loads a drafter (directory or hub id) for `target`. Raises UserError when the two do not fit together."""
     path = locate(source)
     raw = read_json(path / "config.json")
     config = drafter_config(raw, target)
     tensors = SafetensorsDirectory(path)
-    dtype = target.dtype
-    like = abstract_drafter(config)
-    refuse_unexpected(tensors, _names(config), "")
-    params: dict[str, Any] = {}
-    for name, (place, transposed) in _entries(config).items():
-        shape = _at(like, place).shape
-        array = take_tensor(tensors, name, shape[::-1] if transposed else shape, dtype)
-        _set(params, place, jnp.asarray(array.T if transposed else array))
-    layers = layers_from_tensors(tensors, "", like["backbone"]["layers"], config.decoder, dtype)
-    params["backbone"]["layers"] = layers
+    params = params_from_tensors(config, tensors, target.dtype)
     return Drafter(config, params, _tables(tensors, config, target), raw.get("target_fingerprint", ""))
 
 
@@ -157,16 +120,20 @@ def drafter_config(raw: Mapping[str, Any], target: Target) -> DrafterConfig:
 def _draft_decoder(raw: Mapping[str, Any]) -> DecoderConfig:
     """The draft layers' sizes: always Qwen3-shaped (q and k norms), full attention."""
     bias = bool(raw.get("attention_bias", False))
+    attention = Attention(
+        num_kv_heads=positive_int(raw, "num_key_value_heads"),
+        head_dim=positive_int(raw, "head_dim"),
+        rope=rope_config(raw),
+        causal=False,
+    )
     return DecoderConfig(
         family="qwen3",
         vocab_size=positive_int(raw, "vocab_size"),
         hidden_size=positive_int(raw, "hidden_size"),
         intermediate_size=positive_int(raw, "intermediate_size"),
-        num_layers=positive_int(raw, "num_hidden_layers"),
         num_heads=positive_int(raw, "num_attention_heads"),
-        num_kv_heads=positive_int(raw, "num_key_value_heads"),
-        head_dim=positive_int(raw, "head_dim"),
-        rope=rope_config(raw),
+        attention=(attention,),
+        layer_kinds=(0,) * positive_int(raw, "num_hidden_layers"),
         rms_eps=raw["rms_norm_eps"],
         max_length=positive_int(raw, "max_position_embeddings", 2048),
         qk_norm=True,
@@ -222,18 +189,10 @@ def save_drafter(path: str | Path, drafter: Drafter, target: Target) -> None:
     fresh.rmdir()
 
 
-def drafter_tensors(config: DrafterConfig, params: Params) -> dict[str, np.ndarray]:
-    """A drafter's parameters under their checkpoint names, in the checkpoint's layout."""
-    tensors = {}
-    for name, (place, transposed) in _entries(config).items():
-        array = np.asarray(_at(params, place))
-        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
-    return tensors | layers_to_tensors(params["backbone"]["layers"], config.decoder)
-
-
 def config_json(config: DrafterConfig, target: Target) -> dict[str, Any]:
     """The config.json of a drafter, with DeepSpec's keys and those of our own files."""
-    c, rope = config.decoder, config.decoder.rope
+    c, attention = config.decoder, config.decoder.attention[0]
+    rope = attention.rope
     parameters = {"rope_theta": rope.theta, "rope_type": rope.kind}
     if rope.kind != "default":
         extra = dataclasses.asdict(rope)
@@ -241,9 +200,9 @@ def config_json(config: DrafterConfig, target: Target) -> dict[str, Any]:
     raw = {
         "architectures": [ARCHITECTURE], "model_type": "qwen3", "dtype": "bfloat16",
         "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.rms_eps, "attention_bias": c.qkv_bias,
-        "attention_dropout": 0.0, "max_position_embeddings": c.max_length, "rope_parameters": parameters,
+        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads,
+        "num_key_value_heads": attention.num_kv_heads, "head_dim": attention.head_dim,
+        "hidden_act": "silu", "rms_norm_eps": c.rms_eps, "attention_bias": c.qkv_bias, "attention_dropout": 0.0, "max_position_embeddings": c.max_length, "rope_parameters": parameters,
         "layer_types": ["full_attention"] * c.num_layers, "tie_word_embeddings": False, "initializer_range": 0.02,
         "use_sliding_window": False, "sliding_window": None, "use_cache": True,
         "block_size": config.block_size, "mask_token_id": config.mask_token_id, "num_anchors": config.num_anchors,
@@ -258,32 +217,3 @@ def config_json(config: DrafterConfig, target: Target) -> dict[str, Any]:
     if config.reduced:
         raw["draft_vocab_size"] = config.draft_vocab_size
     return raw
-
-
-def _entries(config: DrafterConfig) -> dict[str, tuple[tuple[str, ...], bool]]:
-    entries = {**_BACKBONE, **(_MARKOV if config.markov_rank else {}), **(_CONFIDENCE if config.confidence else {})}
-    if config.markov_rank and config.head_type in _HEAD_LAYERS:
-        layer = _HEAD_LAYERS[config.head_type]
-        entries[f"markov_head.{layer}.weight"] = (("markov_head", layer, "kernel"), True)
-        entries[f"markov_head.{layer}.bias"] = (("markov_head", layer, "bias"), False)
-    return entries
-
-
-def _names(config: DrafterConfig) -> set[str]:
-    """Every tensor that a file of this drafter may hold."""
-    layers = {
-        f"layers.{i}.{suffix}" for i in range(config.decoder.num_layers) for suffix in layer_entries(config.decoder)
-    }
-    return layers | {*_entries(config), "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-
-
-def _at(tree: Any, place: tuple[str, ...]) -> Any:
-    for key in place:
-        tree = tree[key]
-    return tree
-
-
-def _set(tree: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
-    for key in place[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[place[-1]] = value

@@ -14,19 +14,14 @@ import numpy as np
 
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
-from dspark_jax.interop.families import (
-    decoder_config,
-    layer_entries,
-    layers_from_tensors,
-    refuse_unexpected,
-    take_tensor,
-)
+from dspark_jax.interop.families import decoder_config, layer_names, layers_from_tensors, refuse_unexpected, take_tensor
 from dspark_jax.interop.gguf import read_gguf
 from dspark_jax.interop.tokenizer import Tokenizer
+from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
-from pallas_kernels.ragged_attention import ragged_attention, ragged_rows
+from pallas_kernels.ragged_attention import ragged_rows
 
 
 @flax.struct.dataclass
@@ -70,7 +65,8 @@ class Target:
     @functools.cached_property
     def fingerprint(self) -> str:
         """16 hex digits of the sizes and of some weights in bfloat16: the same for every dtype it is loaded in."""
-        sizes = dataclasses.replace(self.config, eos_token_ids=())
+        c = self.config
+        sizes = (c.family, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads)
         digest = hashlib.sha256(repr(sizes).encode())
         for array in (self.params["norm"]["scale"], self.params["embedding"][:64]):
             digest.update(np.asarray(array.astype(jnp.bfloat16)).tobytes())
@@ -92,11 +88,7 @@ def hidden_states(module: Decoder, params: Params, tokens_BxT: jax.Array):
     batch, length = tokens_BxT.shape
     zeros = jnp.zeros(batch, jnp.int32)
     rows = ragged_rows(zeros + length, zeros, batch * length, length)
-    scale = module.config.head_dim**-0.5
-
-    def attend(layer, q, k, v):
-        return ragged_attention(q, k, v, rows, None, layer, causal=True, scale=scale)
-
+    attend = attend_rows(module.config, rows)
     return module.apply({"params": params}, tokens_BxT.reshape(-1), rows.position_N, attend)
 
 
@@ -124,12 +116,18 @@ def load_target(
 
 
 def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp.dtype) -> Params:
-    """The decoder's parameters, layers stacked, from tensors under Hugging Face names."""
+    """The decoder's parameters, layers stacked, from tensors under Hugging Face names.
+
+    A multimodal file keeps the text decoder under "model.language_model."; its other parts are left alone.
+    """
+    nested = any(name.startswith("model.language_model.") for name in tensors)
+    prefix = "model.language_model." if nested else "model."
     like = abstract_params(Decoder(config))
-    refuse_unexpected(tensors, _names(config), "model.")
+    known = layer_names(config, prefix) | {f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"}
+    refuse_unexpected(tensors, known, prefix)
     params = {
-        "embedding": take_tensor(tensors, "model.embed_tokens.weight", like["embedding"].shape, dtype),
-        "norm": {"scale": take_tensor(tensors, "model.norm.weight", (config.hidden_size,), dtype)},
+        "embedding": take_tensor(tensors, f"{prefix}embed_tokens.weight", like["embedding"].shape, dtype),
+        "norm": {"scale": take_tensor(tensors, f"{prefix}norm.weight", (config.hidden_size,), dtype)},
     }
     if not config.tied:
         shape = like["lm_head"]["kernel"].shape
@@ -137,13 +135,7 @@ def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp
             "kernel": np.ascontiguousarray(take_tensor(tensors, "lm_head.weight", shape[::-1], dtype).T)
         }
     params = jax.tree.map(jnp.asarray, params)
-    return {**params, "layers": layers_from_tensors(tensors, "model.", like["layers"], config, dtype)}
-
-
-def _names(config: DecoderConfig) -> set[str]:
-    """Every tensor below "model." that a file of this target may hold."""
-    layers = {f"model.layers.{i}.{suffix}" for i in range(config.num_layers) for suffix in layer_entries(config)}
-    return layers | {"model.embed_tokens.weight", "model.norm.weight"}
+    return {**params, "layers": layers_from_tensors(tensors, prefix, like["layers"], config, dtype)}
 
 
 def float_dtype(dtype: jnp.dtype | str) -> jnp.dtype:

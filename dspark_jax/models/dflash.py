@@ -2,10 +2,21 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
-from dspark_jax.models.config import DrafterConfig
-from dspark_jax.models.layers import DecoderLayer, Linear, RMSNorm, rope_table, scan_layers, stacked_layers
-from dspark_jax.models.target import LayerAttend
+from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig
+from dspark_jax.models.layers import (
+    Attend,
+    DecoderLayer,
+    KeysValues,
+    LayerAttend,
+    Linear,
+    RopeTable,
+    rms_norm,
+    rope_tables,
+    scan_layers,
+    stacked_layers,
+)
 
 
 class DFlash(nn.Module):
@@ -16,30 +27,91 @@ class DFlash(nn.Module):
     def setup(self) -> None:
         c = self.config.decoder
         self.fc = Linear(c.hidden_size)
-        self.hidden_norm = RMSNorm(c.rms_eps)
-        self.layers = stacked_layers(self, c)
-        self.norm = RMSNorm(c.rms_eps)
+        self.hidden_norm = rms_norm(c)
+        self.layers = stacked_layers(self, c, self._layer)
+        self.norm = rms_norm(c)
 
-    def context(self, taps_NxMH: jax.Array, position_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[L, N, KV, D]` of context rows, in every draft layer."""
+    def _layer(self, config: DecoderConfig, kind: Attention, parent: nn.Module | None) -> DecoderLayer:
+        d = self.config
+        if not d.conv_taps:
+            return DecoderLayer(config, kind, parent=parent)
+        return ConvolvedLayer(config, kind, d.block_size, d.conv_taps, d.conv_group, parent=parent)
+
+    def context(self, taps_NxMH: jax.Array, position_N: jax.Array) -> tuple[KeysValues, ...]:
+        """Keys and values `[L, N, KV, D]` of context rows, for each kind of attention."""
         c = self.config.decoder
         z = self.hidden_norm(self.fc(taps_NxMH))
-        rope = rope_table(c.rope, c.head_dim, position_N, z.dtype)
+        ropes = rope_tables(c, position_N, z.dtype)
 
-        def body(carry, layer):
+        def body(carry, layer, params):
             # The context does not go through input_layernorm; the block does.
-            return carry, DecoderLayer(c, parent=None).apply({"params": layer[1]}, z, rope, method="context_kv")
+            module = self._layer(c, c.attention[layer.kind], parent=None)
+            return carry, module.apply({"params": params}, z, ropes[layer.kind], method="context_kv")
 
-        return scan_layers(body, (), self.layers)[1]
+        return scan_layers(c, body, (), self.layers)[1]
 
     def __call__(self, x_NxH: jax.Array, position_N: jax.Array, attend: LayerAttend) -> jax.Array:
         """Hidden states `[N, H]` of block rows, after the final norm, from their token embeddings."""
         c = self.config.decoder
-        rope = rope_table(c.rope, c.head_dim, position_N, x_NxH.dtype)
+        ropes = rope_tables(c, position_N, x_NxH.dtype)
 
-        def body(x, layer):
-            index, params = layer
-            x, _ = DecoderLayer(c, parent=None).apply({"params": params}, x, rope, lambda *qkv: attend(index, *qkv))
+        def body(x, layer, params):
+            module = self._layer(c, c.attention[layer.kind], parent=None)
+            x, _ = module.apply({"params": params}, x, ropes[layer.kind], lambda *qkv: attend(layer, *qkv))
             return x, ()
 
-        return self.norm(scan_layers(body, x_NxH, self.layers)[0])
+        return self.norm(scan_layers(c, body, x_NxH, self.layers)[0])
+
+
+class BlockConvolution(nn.Module):
+    """DFlash2's dynamic depthwise convolution around a sub-layer; it never crosses a block.
+
+    Row r becomes the sum over taps t of (base[t] + projected[t]) * row r - t. Both sides of the sub-layer take their
+    coefficients from its input; a group of features shares the projected part.
+    """
+
+    block_size: int
+    taps: int
+    group: int
+
+    @nn.compact
+    def __call__(self, x_NxH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Coefficients `[N, taps, H]` of the input side and of the output side."""
+        width = x_NxH.shape[-1]
+        base = self.param("base_kernel", _identity_kernel, (2, self.taps, width))
+        projected = Linear(2 * self.taps * (width // self.group), name="kernel_projection")(x_NxH)
+        projected = projected.reshape(-1, 2, self.taps, width // self.group)
+        coefficients = base + jnp.repeat(projected, self.group, axis=-1)
+        return coefficients[:, 0], coefficients[:, 1]
+
+    def convolve(self, x_NxH: jax.Array, coefficients_NxTxH: jax.Array) -> jax.Array:
+        blocks = x_NxH.reshape(-1, self.block_size, x_NxH.shape[-1])
+        shifted = [jnp.pad(blocks, ((0, 0), (t, 0), (0, 0)))[:, : self.block_size] for t in range(self.taps)]
+        return sum(coefficients_NxTxH[:, t] * rows.reshape(x_NxH.shape) for t, rows in enumerate(shifted))
+
+
+def _identity_kernel(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """The row itself and nothing of its predecessors: DFlash2 starts as DFlash."""
+    return jnp.zeros(shape, dtype).at[:, 0].set(1)
+
+
+class ConvolvedLayer(DecoderLayer):
+    """A draft layer with convolutions around attention and MLP (DFlash2)."""
+
+    block_size: int
+    conv_taps: int
+    conv_group: int
+
+    def setup(self) -> None:
+        super().setup()
+        sizes = (self.block_size, self.conv_taps, self.conv_group)
+        self.attention_conv, self.mlp_conv = BlockConvolution(*sizes), BlockConvolution(*sizes)
+
+    def __call__(self, x_NxH: jax.Array, rope: RopeTable, attend: Attend) -> tuple[jax.Array, KeysValues]:
+        h = self.input_layernorm(x_NxH)
+        before, after = self.attention_conv(h)
+        out, kv = self.attention(self.attention_conv.convolve(h, before), rope, attend)
+        x_NxH = x_NxH + self.attention_conv.convolve(out, after)
+        h = self.post_attention_layernorm(x_NxH)
+        before, after = self.mlp_conv(h)
+        return x_NxH + self.mlp_conv.convolve(self.mlp(self.mlp_conv.convolve(h, before)), after), kv

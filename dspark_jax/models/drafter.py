@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from dspark_jax.models.config import DrafterConfig
 from dspark_jax.models.dflash import DFlash
-from dspark_jax.models.heads import HEADS, ConfidenceHead
-from dspark_jax.models.target import LayerAttend
+from dspark_jax.models.heads import HEADS, ConfidenceHead, Previous
+from dspark_jax.models.layers import KeysValues, LayerAttend, embed, soft_cap
 
 
 @flax.struct.dataclass
@@ -35,48 +35,79 @@ class DSpark(nn.Module):
         if c.confidence:
             self.confidence_head = ConfidenceHead()
 
-    def context(self, taps_NxMH: jax.Array, position_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of context rows in every draft layer; see `DFlash.context`."""
+    def context(
+        self, taps_NxMH: jax.Array, position_N: jax.Array, next_token_N: jax.Array, borrowed: Borrowed
+    ) -> tuple[KeysValues, ...]:
+        """Keys and values of context rows; see `DFlash.context`. The tokens after them are of no interest here."""
         return self.backbone.context(taps_NxMH, position_N)
+
+    def carry(self, taps_RxMH: jax.Array) -> Any:
+        """What the next block needs of the last committed row besides the context: nothing."""
+        return ()
 
     def block(self, anchor_B: jax.Array, position_BxK: jax.Array, attend: LayerAttend, borrowed: Borrowed) -> jax.Array:
         """One parallel pass over B blocks [anchor, mask, ...]: hidden states `[B, K, H]` after the final norm."""
         blocks, size = position_BxK.shape
         tokens = jnp.full((blocks, size), self.config.mask_token_id).at[:, 0].set(anchor_B)
-        embedded = borrowed.embedding_VxH[tokens.reshape(-1)]
+        embedded = embed(self.config.decoder, borrowed.embedding_VxH, tokens.reshape(-1))
         return self.backbone(embedded, position_BxK.reshape(-1), attend).reshape(blocks, size, -1)
 
-    def base_logits(self, hidden_BxKxH: jax.Array, borrowed: Borrowed) -> jax.Array:
-        """`[B, K, Vd]` logits of slots before the in-block head; a caller that drafts fewer slots passes fewer."""
-        return jnp.einsum("bkh,vh->bkv", hidden_BxKxH, borrowed.head_VdxH)
+    def predicting(self, hidden_BxKxH: jax.Array, num_drafts: int | None = None) -> jax.Array:
+        """The hidden states `[B, G, H]` of the slots that predict; a caller that drafts fewer tokens gets fewer."""
+        start, count = self.config.logits_start, self.config.num_drafts if num_drafts is None else num_drafts
+        return hidden_BxKxH[:, start : start + count]
 
-    def initial_state(self, hidden_BxH: jax.Array) -> Any:
-        return self.markov_head.initial_state(hidden_BxH) if self.config.markov_rank else ()
+    def base_logits(self, hidden_BxGxH: jax.Array, borrowed: Borrowed) -> jax.Array:
+        """`[B, G, Vd]` logits of slots before the in-block head."""
+        logits = jnp.einsum("bkh,vh->bkv", hidden_BxGxH, borrowed.head_VdxH)
+        return soft_cap(logits, self.config.decoder.softcap)
+
+    def initial_state(self, hidden_BxKxH: jax.Array, anchor_B: jax.Array, borrowed: Borrowed) -> Any:
+        """The in-block head's state before the first draft."""
+        if not self.config.markov_rank:
+            return ()
+        first = hidden_BxKxH[:, 0]
+        state = self.markov_head.initial_state(first)
+        return self.markov_head.replay(first, state, self._previous(anchor_B, borrowed)) if self._skips else state
+
+    @property
+    def _skips(self) -> bool:
+        return self.config.logits_start > 0
+
+    def _previous(self, token_B: jax.Array, borrowed: Borrowed) -> Previous:
+        return Previous(token_B, embed(self.config.decoder, borrowed.embedding_VxH, token_B))
 
     def step(
-        self, k: jax.Array | int, hidden_BxH: jax.Array, logits_BxVd: jax.Array, state: Any, previous_B: jax.Array
+        self,
+        k: jax.Array | int,
+        hidden_BxH: jax.Array,
+        logits_BxVd: jax.Array,
+        state: Any,
+        previous_B: jax.Array,
+        borrowed: Borrowed,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Slot k of every block: corrected logits `[B, Vd]`, confidence logit `[B]`, head state.
+        """Draft k of every block: corrected logits `[B, Vd]`, confidence logit `[B]`, head state.
 
-        Both are functions of the tokens before slot k alone: the token drawn at k cannot leak into its confidence.
+        Both are functions of the tokens before draft k alone: the token drawn at k cannot leak into its confidence.
         Without a confidence head the logit is +inf: every drafted token is trusted.
         """
         c = self.config
         if c.markov_rank:
-            factor, state = self.markov_head.factor(k, hidden_BxH, state, previous_B)
-            logits_BxVd = logits_BxVd + self.markov_head.bias(factor)
+            factor, state = self.markov_head.factor(k, hidden_BxH, state, self._previous(previous_B, borrowed))
+            logits_BxVd = self.markov_head.correct(logits_BxVd, factor)
         if not c.confidence:
             return logits_BxVd, jnp.full(previous_B.shape, jnp.inf, logits_BxVd.dtype), state
         embedded = self.markov_head.embed(previous_B) if c.confidence_with_markov else None
         return logits_BxVd, self.confidence_head(hidden_BxH, embedded), state
 
     def teacher_forced(
-        self, hidden_BxKxH: jax.Array, logits_BxKxVd: jax.Array, previous_BxK: jax.Array
+        self, hidden_BxKxH: jax.Array, base_BxGxVd: jax.Array, previous_BxG: jax.Array, borrowed: Borrowed
     ) -> tuple[jax.Array, jax.Array]:
-        """Corrected logits and confidence logits of every slot, given the true previous tokens (training)."""
-        state, logits, confidences = self.initial_state(hidden_BxKxH[:, 0]), [], []
-        for k in range(hidden_BxKxH.shape[1]):
-            step = self.step(k, hidden_BxKxH[:, k], logits_BxKxVd[:, k], state, previous_BxK[:, k])
+        """Corrected logits and confidence logits of every draft, given the true previous tokens (training)."""
+        state = self.initial_state(hidden_BxKxH, previous_BxG[:, 0], borrowed)
+        predicting, logits, confidences = self.predicting(hidden_BxKxH), [], []
+        for k in range(self.config.num_drafts):
+            step = self.step(k, predicting[:, k], base_BxGxVd[:, k], state, previous_BxG[:, k], borrowed)
             logits.append(step[0])
             confidences.append(step[1])
             state = step[2]
@@ -84,7 +115,9 @@ class DSpark(nn.Module):
 
     def __call__(self, taps_NxMH: jax.Array, anchor_B: jax.Array, borrowed: Borrowed) -> jax.Array:
         """Touches every parameter, for `init`."""
-        zeros = jnp.zeros((len(anchor_B), self.config.block_size), jnp.int32)
-        self.context(taps_NxMH, jnp.zeros(taps_NxMH.shape[0], jnp.int32))
-        hidden = self.block(anchor_B, zeros, lambda layer, q, k, v: q, borrowed)
-        return self.teacher_forced(hidden, self.base_logits(hidden, borrowed), zeros)[0]
+        c, zeros = self.config, jnp.zeros((taps_NxMH.shape[0],), jnp.int32)
+        self.context(taps_NxMH, zeros, zeros, borrowed)
+        positions = jnp.zeros((len(anchor_B), c.block_size), jnp.int32)
+        hidden = self.block(anchor_B, positions, lambda layer, q, k, v: q, borrowed)
+        base = self.base_logits(self.predicting(hidden), borrowed)
+        return self.teacher_forced(hidden, base, positions[:, : c.num_drafts], borrowed)[0]

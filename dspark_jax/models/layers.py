@@ -2,18 +2,31 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.models.config import DecoderConfig, Rope
+from dspark_jax.models.config import Attention, DecoderConfig, Rope
 
 Params = Any
 # attend(q [N,H,D], k [N,KV,D], v [N,KV,D]) -> [N,H,D]; the caller decides what each row may see.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+class Layer(NamedTuple):
+    """Which layer is running, for callers that keep something per layer."""
+
+    kind: int  # index into `DecoderConfig.attention`, static
+    index: jax.Array | int  # among the layers of its kind
+    number: jax.Array | int  # among all layers
+
+
+# attend(layer, q [N,H,D], k [N,KV,D], v [N,KV,D]) -> [N,H,D]
+LayerAttend = Callable[[Layer, jax.Array, jax.Array, jax.Array], jax.Array]
 
 normal_init = nn.initializers.normal(0.02)
 
@@ -31,93 +44,185 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) in at least float32, cast back to x's dtype, then scaled (the order of the reference, spec 1.5)."""
+    """x / rms(x) in at least float32, cast back to x's dtype, then scaled (spec 1.5); `wide_scale`: scaled before the
+    cast (Gemma, spec 6)."""
 
     eps: float
+    wide_scale: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * scale
+        normed = unit_rms(x, self.eps)
+        return (normed * scale).astype(x.dtype) if self.wide_scale else normed.astype(x.dtype) * scale
+
+
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x), in at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(config: DecoderConfig) -> RMSNorm:
+    """A norm in the order of operations of the config's family."""
+    return RMSNorm(config.rms_eps, wide_scale=config.family == "gemma4")
+
+
+ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": lambda x: nn.gelu(x, approximate=True)}
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x)."""
+    """down(activation(gate x) * up x)."""
 
     config: DecoderConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        gate = Linear(c.intermediate_size, c.mlp_bias, name="gate_proj")(x)
+        gate = ACTIVATIONS[c.activation](Linear(c.intermediate_size, c.mlp_bias, name="gate_proj")(x))
         up = Linear(c.intermediate_size, c.mlp_bias, name="up_proj")(x)
-        return Linear(c.hidden_size, c.mlp_bias, name="down_proj")(nn.silu(gate) * up)
+        return Linear(c.hidden_size, c.mlp_bias, name="down_proj")(gate * up)
 
 
 class DecoderLayer(nn.Module):
     """One pre-norm transformer layer over flat rows; what a row attends to is the caller's business.
 
-    The target and the DFlash backbone share it: the backbone adds `context_kv`, keys and values of context rows that
-    produce no queries.
+    The target and the drafters share it: a drafter adds `context_kv`, keys and values of context rows that produce no
+    queries.
     """
 
     config: DecoderConfig
+    kind: Attention
 
     def setup(self) -> None:
-        c = self.config
-        self.input_layernorm = RMSNorm(c.rms_eps)
-        self.q_proj = Linear(c.num_heads * c.head_dim, c.qkv_bias)
-        self.k_proj = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
-        self.v_proj = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
+        c, kind = self.config, self.kind
+        self.input_layernorm = rms_norm(c)
+        self.q_proj = Linear(c.num_heads * kind.head_dim, c.qkv_bias)
+        self.k_proj = Linear(kind.num_kv_heads * kind.head_dim, c.qkv_bias)
+        if not kind.keys_as_values:
+            self.v_proj = Linear(kind.num_kv_heads * kind.head_dim, c.qkv_bias)
         self.o_proj = Linear(c.hidden_size, c.o_bias)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.rms_eps)
-            self.k_norm = RMSNorm(c.rms_eps)
-        self.post_attention_layernorm = RMSNorm(c.rms_eps)
+            self.q_norm, self.k_norm = rms_norm(c), rms_norm(c)
+        self.post_attention_layernorm = rms_norm(c)
+        if c.sandwich:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = rms_norm(c), rms_norm(c)
+        if c.layer_scalar:
+            self.scalar = self.param("layer_scalar", nn.initializers.ones, (1,))
         self.mlp = GatedMLP(c)
 
-    def context_kv(self, x_NxH: jax.Array, rope: "RopeTable") -> tuple[jax.Array, jax.Array]:
+    def context_kv(self, x_NxH: jax.Array, rope: "RopeTable") -> KeysValues:
         """Rotated keys and values `[N, KV, D]` of rows that are already normalised."""
-        k = self.k_proj(x_NxH).reshape(*x_NxH.shape[:-1], self.config.num_kv_heads, self.config.head_dim)
-        v = self.v_proj(x_NxH).reshape(k.shape)
-        return rotate(self.k_norm(k) if self.config.qk_norm else k, rope), v
+        c, kind = self.config, self.kind
+        k = self.k_proj(x_NxH).reshape(*x_NxH.shape[:-1], kind.num_kv_heads, kind.head_dim)
+        v = k if kind.keys_as_values else self.v_proj(x_NxH).reshape(k.shape)
+        if c.value_norm:
+            v = unit_rms(v, c.rms_eps).astype(v.dtype)
+        return rotate(self.k_norm(k) if c.qk_norm else k, rope), v
 
-    def __call__(
-        self, x_NxH: jax.Array, rope: "RopeTable", attend: Attend
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns the residual stream after this layer and the rows' (k, v) `[N, KV, D]`."""
+    def attention(self, h_NxH: jax.Array, rope: "RopeTable", attend: Attend) -> tuple[jax.Array, KeysValues]:
+        """The attention of normalised rows, projected back to the stream's width, and the rows' (k, v)."""
         c = self.config
-        h = self.input_layernorm(x_NxH)
-        q = self.q_proj(h).reshape(*h.shape[:-1], c.num_heads, c.head_dim)
-        k, v = self.context_kv(h, rope)
+        q = self.q_proj(h_NxH).reshape(*h_NxH.shape[:-1], c.num_heads, self.kind.head_dim)
+        k, v = self.context_kv(h_NxH, rope)
         out = attend(rotate(self.q_norm(q) if c.qk_norm else q, rope), k, v)
-        x_NxH = x_NxH + self.o_proj(out.reshape(*h.shape[:-1], c.num_heads * c.head_dim))
-        return x_NxH + self.mlp(self.post_attention_layernorm(x_NxH)), (k, v)
+        return self.o_proj(out.reshape(*h_NxH.shape[:-1], -1)), (k, v)
+
+    def feed_forward(self, x_NxH: jax.Array) -> jax.Array:
+        """The second half of the layer, residual included."""
+        if not self.config.sandwich:
+            return x_NxH + self.mlp(self.post_attention_layernorm(x_NxH))
+        x_NxH = x_NxH + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_NxH)))
+        # The scalar is a constant of the checkpoint, never trained (spec 6).
+        return x_NxH * jax.lax.stop_gradient(self.scalar) if self.config.layer_scalar else x_NxH
+
+    def mix(
+        self, residual_NxH: jax.Array, h_NxH: jax.Array, rope: "RopeTable", attend: Attend
+    ) -> tuple[jax.Array, KeysValues]:
+        """Attention over normalised rows `h` added to the residual stream, then the MLP."""
+        out, kv = self.attention(h_NxH, rope, attend)
+        out = self.post_attention_layernorm(out) if self.config.sandwich else out
+        return self.feed_forward(residual_NxH + out), kv
+
+    def __call__(self, x_NxH: jax.Array, rope: "RopeTable", attend: Attend) -> tuple[jax.Array, KeysValues]:
+        """Returns the residual stream after this layer and the rows' (k, v) `[N, KV, D]`."""
+        return self.mix(x_NxH, self.input_layernorm(x_NxH), rope, attend)
 
 
-def stacked_layers(module: nn.Module, config: DecoderConfig) -> Params:
-    """The module's parameter "layers": one `DecoderLayer`'s parameters with a leading `[L]` axis."""
+def stacked_layers(
+    module: nn.Module, config: DecoderConfig, make_layer: Callable[..., DecoderLayer] = DecoderLayer, inputs: int = 1
+) -> tuple[Params, ...]:
+    """The module's parameter "layers": for each kind of attention, its layers' parameters with a leading `[L]` axis.
 
-    def init(key: jax.Array) -> Params:
+    `make_layer(config, kind, parent=)`; `inputs`: how many arrays `[N, H]` the layer reads.
+    """
+
+    def init(key: jax.Array) -> tuple[Params, ...]:
         x = jnp.zeros((1, config.hidden_size))
-        rope = rope_table(config.rope, config.head_dim, jnp.zeros((1,), jnp.int32), x.dtype)
-        one = lambda k: DecoderLayer(config, parent=None).init(k, x, rope, lambda q, k, v: q)["params"]  # noqa: E731
-        return jax.vmap(one)(jax.random.split(key, config.num_layers))
+
+        def one(kind: Attention, key: jax.Array) -> Params:
+            rope = rope_table(kind.rope, kind.head_dim, jnp.zeros((1,), jnp.int32), x.dtype)
+            layer = make_layer(config, kind, parent=None)
+            return layer.init(key, *[x] * inputs, rope, lambda q, k, v: q)["params"]
+
+        keys = jax.random.split(key, len(config.attention))
+        counts = [config.layer_kinds.count(j) for j in range(len(config.attention))]
+        return tuple(
+            jax.vmap(lambda k, kind=kind: one(kind, k))(jax.random.split(key, count))
+            for kind, key, count in zip(config.attention, keys, counts, strict=True)
+        )
 
     return module.param("layers", init)
 
 
-def scan_layers(body: Callable, carry: Any, layers: Params) -> tuple[Any, Any]:
-    """Runs `body(carry, (index, layer_params)) -> (carry, out)` over stacked layers; outs come back `[L, ...]`."""
-    count = jax.tree.leaves(layers)[0].shape[0]
-    return jax.lax.scan(body, carry, (jnp.arange(count), layers))
+def scan_layers(
+    config: DecoderConfig, body: Callable[[Any, Layer, Params], tuple[Any, Any]], carry: Any, stacks: tuple[Params, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Runs `body(carry, layer, params) -> (carry, out)` over all layers in order.
+
+    Returns the last carry and, for each kind, its layers' outs stacked `[L_kind, ...]`. One scan step is one period of
+    the pattern of kinds: a single layer where all are alike.
+    """
+    period = config.layer_kinds[: config.period]
+    steps, counts = config.num_layers // config.period, [period.count(j) for j in range(len(stacks))]
+    grouped = tuple(
+        jax.tree.map(lambda a, n=n: a.reshape(steps, n, *a.shape[1:]), stack)
+        for stack, n in zip(stacks, counts, strict=True)
+    )
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        t, params = xs
+        outs: list[list[Any]] = [[] for _ in stacks]
+        for i, kind in enumerate(period):
+            j = len(outs[kind])
+            layer = Layer(kind, t * counts[kind] + j, t * len(period) + i)
+            carry, out = body(carry, layer, jax.tree.map(lambda a, j=j: a[j], params[kind]))
+            outs[kind].append(out)
+        return carry, tuple(jax.tree.map(lambda *parts: jnp.stack(parts), *out) for out in outs)
+
+    carry, outs = jax.lax.scan(step, carry, (jnp.arange(steps), grouped))
+    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outs)
+
+
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(logits / cap); 0: as they are."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def embed(config: DecoderConfig, table_VxH: jax.Array, token: jax.Array) -> jax.Array:
+    """`[..., H]` scaled embeddings; the factor is rounded to the table's dtype first (spec 6)."""
+    rows = table_VxH[token]
+    return rows if config.embedding_scale == 1.0 else rows * jnp.asarray(config.embedding_scale, rows.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- rotary
 
 RopeTable = tuple[jax.Array, jax.Array]  # cos, sin, each [N, D/2]
+
+
+def rope_tables(config: DecoderConfig, position_N: jax.Array, dtype: jnp.dtype) -> tuple[RopeTable, ...]:
+    """One table for each kind of attention."""
+    return tuple(rope_table(kind.rope, kind.head_dim, position_N, dtype) for kind in config.attention)
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
@@ -129,6 +234,9 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         return _llama3_frequencies(rope, freq), 1.0
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, freq, head_dim), _yarn_attention_factor(rope)
+    if rope.kind == "proportional":
+        turning = int(rope.partial_rotary_factor * head_dim // 2)  # the other pairs stand still
+        return np.where(np.arange(head_dim // 2) < turning, freq, 0.0) / rope.factor, 1.0
     return freq, 1.0
 
 
@@ -168,6 +276,8 @@ def _yarn_attention_factor(rope: Rope) -> float:
 def rope_table(rope: Rope, head_dim: int, position_N: jax.Array, dtype: jnp.dtype) -> RopeTable:
     """cos and sin `[N, D/2]` at absolute positions, computed in at least float32, then cast to `dtype`."""
     freq, factor = rope_frequencies(rope, head_dim)
+    if rope.rounded:
+        freq = freq.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
     wide = jnp.promote_types(dtype, jnp.float32)
     angle = position_N.astype(wide)[..., None] * jnp.asarray(freq, wide)
     return (jnp.cos(angle) * factor).astype(dtype), (jnp.sin(angle) * factor).astype(dtype)

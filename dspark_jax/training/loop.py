@@ -14,7 +14,7 @@ from dspark_jax.data.batches import Batches, draft_vocabulary
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, borrow, check_fit, init_drafter, save_drafter
 from dspark_jax.interop.target_io import Target, load_target
-from dspark_jax.models.config import DrafterConfig
+from dspark_jax.models.config import DrafterConfig, draft_decoder
 from dspark_jax.progress import Progress
 from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
 from dspark_jax.training.data import training_rows
@@ -104,17 +104,7 @@ def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
         raise UserError(
             f"mask token {d.mask_token!r} is not in the target's vocabulary: drafter.mask_token names an unused special"
         )
-    decoder = dataclasses.replace(
-        t,
-        family="qwen3",
-        num_layers=d.num_layers,
-        qk_norm=True,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        tied=False,
-        eos_token_ids=(),
-    )
+    decoder = draft_decoder(t, d.num_layers, rope_rounded=d.rope_rounded)
     made = DrafterConfig(
         decoder=decoder,
         block_size=d.block_size,

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax.data.batches import Batch
+from dspark_jax.models.attention import attend_blocks
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.layers import Params
 from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors
 from dspark_jax.training.features import Features
 from dspark_jax.training.losses import LossTerms, LossWeights, loss_terms, metric_sums
-from pallas_kernels.anchor_attention import anchor_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,42 +63,20 @@ def draft_blocks(
     """Teacher-forced draft logits `[B, N, K, Vd]` and confidence logits `[B, N, K]` of packed blocks (spec 1.7)."""
     c = module.config
     batch, length = taps_BxSxMH.shape[:2]
-    num_blocks, size = blocks.label_BxNxK.shape[1:]
+    num_blocks, drafts = blocks.label_BxNxK.shape[1:]
     variables = {"params": params}
-    position = jnp.tile(jnp.arange(length), batch)
-    k_context, v_context = module.apply(
-        variables, taps_BxSxMH.reshape(batch * length, -1), position, method=DSpark.context
+    position, unused = jnp.tile(jnp.arange(length), batch), jnp.zeros(batch * length, jnp.int32)
+    context_kv = module.apply(
+        variables, taps_BxSxMH.reshape(batch * length, -1), position, unused, borrowed, method=DSpark.context
     )
-    scale = c.decoder.head_dim**-0.5
-
-    def attend(layer, q, k, v):
-        def packed(a):
-            return a.reshape(batch, num_blocks, size, *a.shape[1:])
-
-        def of_layer(a):
-            return a[layer].reshape(batch, length, *a.shape[2:])
-
-        out = anchor_attention(
-            packed(q),
-            of_layer(k_context),
-            of_layer(v_context),
-            packed(k),
-            packed(v),
-            blocks.anchor_BxN,
-            blocks.keep_BxN,
-            scale,
-        )
-        return out.reshape(q.shape)
-
+    attend = attend_blocks(c.decoder, context_kv, blocks.anchor_BxN, blocks.keep_BxN, c.block_size)
     anchor_token = jnp.where(blocks.keep_BxN, blocks.previous_BxNxK[..., 0], c.mask_token_id)
-    slot_position = blocks.anchor_BxN[..., None] + jnp.arange(size)
-    hidden = module.apply(
-        variables, anchor_token.reshape(-1), slot_position.reshape(-1, size), attend, borrowed, method=DSpark.block
-    )
-    base = module.apply(variables, hidden, borrowed, method=DSpark.base_logits)
-    previous = blocks.previous_BxNxK.reshape(-1, size)
-    logits, confidence = module.apply(variables, hidden, base, previous, method=DSpark.teacher_forced)
-    return logits.reshape(batch, num_blocks, size, -1), confidence.reshape(batch, num_blocks, size)
+    slot_position = (blocks.anchor_BxN[..., None] + jnp.arange(c.block_size)).reshape(-1, c.block_size)
+    hidden = module.apply(variables, anchor_token.reshape(-1), slot_position, attend, borrowed, method=DSpark.block)
+    base = module.apply(variables, module.predicting(hidden), borrowed, method=DSpark.base_logits)
+    previous = blocks.previous_BxNxK.reshape(-1, drafts)
+    logits, confidence = module.apply(variables, hidden, base, previous, borrowed, method=DSpark.teacher_forced)
+    return logits.reshape(batch, num_blocks, drafts, -1), confidence.reshape(batch, num_blocks, drafts)
 
 
 def draft_labels(borrowed: Borrowed, label: jax.Array) -> jax.Array:
@@ -145,7 +123,7 @@ def train_step(
     """One update. The anchors depend on the seed and the step alone, so that a resumed run repeats an unbroken one."""
     key = jax.random.fold_in(seed_key, state.step)
     anchors, keep = sample_anchors(key, batch.loss_mask_BxS, setup.num_anchors)
-    blocks = make_blocks(batch.token_BxS, batch.loss_mask_BxS, anchors, keep, setup.drafter.config.block_size)
+    blocks = make_blocks(batch.token_BxS, batch.loss_mask_BxS, anchors, keep, setup.drafter.config.num_drafts)
     loss = functools.partial(drafter_loss, setup, borrowed=borrowed, features=features, blocks=blocks)
     (value, (_, sums)), grads = jax.value_and_grad(lambda p: loss(params=p), has_aux=True)(state.params)
     updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)

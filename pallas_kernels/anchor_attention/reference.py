@@ -13,9 +13,14 @@ def anchor_attention(
     anchor_BxN: jax.Array,
     keep_BxN: jax.Array,
     scale: float,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    from_anchor: bool = False,
 ) -> jax.Array:
     """Block n of a sequence attends to context rows before its anchor (the anchor's own features are not known when
-    serving) and, both ways, to its own K slots; never to another block. Blocks not kept give zeros (spec 1.7).
+    serving) and to its own K slots, both ways unless `causal`; never to another block. Blocks not kept give zeros
+    (spec 1.7). `window`, `from_anchor`: as in `ragged_attention`.
     """
     batch, blocks, slots, heads, dim = q_BxNxKxHxD.shape
     num_kv = k_context_BxSxKVxD.shape[2]
@@ -23,9 +28,17 @@ def anchor_attention(
     q = q_BxNxKxHxD.reshape(batch, blocks, slots, num_kv, heads // num_kv, dim)
     context = jnp.einsum("bnkhgd,bshd->bhgnks", q, k_context_BxSxKVxD, preferred_element_type=wide) * scale
     block = jnp.einsum("bnkhgd,bnjhd->bhgnkj", q, k_block_BxNxKxKVxD, preferred_element_type=wide) * scale
-    before = jnp.arange(context.shape[-1]) < anchor_BxN[..., None]  # [B, N, S]
-    context = jnp.where(before[:, None, None, :, None], context, -jnp.inf)
-    # A block's own slots are always visible, so the softmax of a dummy block is finite; its output is zeroed below.
+    position, slot = jnp.arange(context.shape[-1]), jnp.arange(slots)
+    visible = position < anchor_BxN[..., None, None]  # [B, N, 1, S]
+    if window:
+        first = jnp.broadcast_to(-window, (slots,)) if from_anchor else slot - window + 1
+        visible = visible & (position >= (anchor_BxN[..., None] + first)[..., None])
+    context = jnp.where(visible[:, None, None], context, -jnp.inf)
+    if causal:
+        block = jnp.where(slot <= slot[:, None], block, -jnp.inf)
+    if window and not from_anchor:
+        block = jnp.where(slot > slot[:, None] - window, block, -jnp.inf)
+    # A slot always sees itself, so the softmax of a dummy block is finite; its output is zeroed below.
     weights = jax.nn.softmax(jnp.concatenate([context, block], axis=-1), axis=-1).astype(q.dtype)
     on_context, on_block = jnp.split(weights, [context.shape[-1]], axis=-1)
     out = jnp.einsum("bhgnks,bshd->bnkhgd", on_context, v_context_BxSxKVxD)

@@ -49,10 +49,14 @@ def ragged_attention(
     *,
     causal: bool,
     scale: float,
+    window: int = 0,
+    from_anchor: bool = False,
 ) -> jax.Array:
     """Each row attends to its request's prefix and to its own block (`causal`: up to itself). Returns `[N, H, D]`.
 
-    Softmax in at least float32. Padding rows give finite values that nobody reads.
+    `window` W > 0: a row sees the rows less than W positions before it, itself included. `from_anchor`: every row of a
+    block sees the W cached rows before the block, and the block as if there were no window. Softmax in at least
+    float32. Padding rows give finite values that nobody reads.
     """
     num_kv, dim = k_NxKVxD.shape[-2:]
     block_index = jnp.clip(rows.first_R[:, None] + jnp.arange(rows.block), 0, len(rows.slot_N) - 1)  # [R, Q]
@@ -62,15 +66,45 @@ def ragged_attention(
     visible = in_block < rows.count_R[:, None, None]  # [R, 1, Q]
     if causal:
         visible = visible & (in_block <= in_block[:, None])
+    if window and not from_anchor:
+        visible = visible & (in_block > in_block[:, None] - window)
     visible = jnp.broadcast_to(visible, (len(rows.count_R), rows.block, rows.block))
     if prefix is not None:
         k_context, v_context = gather_pages(prefix, layer)
         k, v = jnp.concatenate([k_context, k], axis=1), jnp.concatenate([v_context, v], axis=1)
-        cached = jnp.arange(k_context.shape[1]) < prefix.length_R[:, None, None]
+        position = jnp.arange(k_context.shape[1])
+        cached = position < prefix.length_R[:, None, None]
+        if window:
+            # The block's rows stand right behind the prefix.
+            first = jnp.broadcast_to(-window, (rows.block,)) if from_anchor else in_block - window + 1
+            cached = cached & (position >= (prefix.length_R[:, None] + first)[..., None])
         cached = jnp.broadcast_to(cached, (*visible.shape[:2], k_context.shape[1]))
         visible = jnp.concatenate([cached, visible], axis=-1)
     out = masked_attention(q, k, v, visible, scale)
     return out.reshape(*block_index.shape, *q_NxHxD.shape[1:])[rows.slot_N, rows.offset_N]
+
+
+def step_attention(
+    q_RxHxD: jax.Array,
+    k_RxTxKVxD: jax.Array,
+    v_RxTxKVxD: jax.Array,
+    prefix: Prefix,
+    layer: jax.Array | int,
+    *,
+    scale: float,
+    window: int = 0,
+) -> jax.Array:
+    """The newest of T rows behind each request's prefix attends to the prefix and to all T. Returns `[R, H, D]`."""
+    k_context, v_context = gather_pages(prefix, layer)
+    length, num_kv, dim = k_context.shape[1], *k_RxTxKVxD.shape[-2:]
+    own = prefix.length_R[:, None] + jnp.arange(k_RxTxKVxD.shape[1])
+    cached = jnp.broadcast_to(jnp.arange(length), (len(own), length))
+    visible = jnp.concatenate([cached < prefix.length_R[:, None], jnp.ones(own.shape, bool)], axis=1)
+    if window:
+        visible = visible & (jnp.concatenate([cached, own], axis=1) > own[:, -1:] - window)
+    q = q_RxHxD.reshape(len(own), 1, num_kv, -1, dim)
+    k, v = jnp.concatenate([k_context, k_RxTxKVxD], axis=1), jnp.concatenate([v_context, v_RxTxKVxD], axis=1)
+    return masked_attention(q, k, v, visible[:, None], scale).reshape(q_RxHxD.shape)
 
 
 def gather_pages(prefix: Prefix, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,6 @@
 Everything is built from seeded numpy arrays in the dtype that the test asks for, so float64 is exact from end to end.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -12,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decoding.caches import PagePool
+from dspark_jax.decoding.caches import empty_pools, view_pools, write_pools
 from dspark_jax.decoding.draft import Proposal, propose
 from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
 from dspark_jax.interop.drafter_io import Drafter, abstract_drafter, borrow
 from dspark_jax.interop.target_io import Target, abstract_params, dense_forward
-from dspark_jax.models.config import DecoderConfig, DrafterConfig, Rope
-from dspark_jax.models.drafter import DSpark
+from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig, Rope, draft_decoder
 from dspark_jax.models.target import Decoder
 from pallas_kernels.ragged_attention import ragged_rows
 
@@ -58,11 +56,9 @@ def make_target(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=hidden,
-        num_layers=layers,
         num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope=Rope(10000.0),
+        attention=(Attention(num_kv_heads=2, head_dim=8, rope=Rope(10000.0)),),
+        layer_kinds=(0,) * layers,
         max_length=max_length,
         qk_norm=True,
         tied=False,
@@ -70,8 +66,8 @@ def make_target(
     )
     params = random_params(abstract_params(Decoder(config)), seed, dtype)
     params["lm_head"]["kernel"] *= sharpness
-    params["layers"]["o_proj"]["kernel"] *= context
-    params["layers"]["mlp"]["down_proj"]["kernel"] *= context
+    params["layers"][0]["o_proj"]["kernel"] *= context
+    params["layers"][0]["mlp"]["down_proj"]["kernel"] *= context
     return Target(config, params, None, "tiny target")
 
 
@@ -91,9 +87,8 @@ def make_drafter(
     t = target.config
     vocab, dtype = t.vocab_size, str(target.dtype)
     ids = np.arange(vocab) if spoken is None else np.sort(np.asarray(spoken))
-    decoder = dataclasses.replace(t, family="qwen3", num_layers=2, tied=False, eos_token_ids=())
     config = DrafterConfig(
-        decoder=decoder,
+        decoder=draft_decoder(t, num_layers=2),
         block_size=block,
         mask_token_id=vocab - 1,
         tap_layers=(-1, t.num_layers - 1),
@@ -123,12 +118,14 @@ def _propose_after(
 ) -> Proposal:
     size, slots, c = len(tokens), len(length), module.config
     taps = dense_forward(target_module, target_params, tokens[None]).taps[0]
-    k, v = module.apply({"params": params}, taps, jnp.arange(size), method=DSpark.context)
+    position, following = jnp.arange(size), jnp.roll(tokens, -1)
+    kv = module.apply({"params": params}, taps, position, following, borrowed, method=type(module).context)
     table = jnp.arange(size // _PAGE)[None]
     rows = ragged_rows(jnp.asarray([size]), jnp.asarray([0]), size, size)
-    pool = PagePool.empty(c.decoder, size // _PAGE, _PAGE, taps.dtype).write(k, v, table, rows, rows.valid_N)
-    prefix = pool.view(jnp.repeat(table, slots, axis=0), length - 1)
-    return propose(module, params, borrowed, tokens[length - 1], prefix, sampling, sampler, c.block_size)
+    pools = write_pools(empty_pools(c.decoder, size // _PAGE, _PAGE, taps.dtype), kv, table, rows, rows.valid_N)
+    prefixes = view_pools(pools, jnp.repeat(table, slots, axis=0), length - 1)
+    carry = module.apply({"params": params}, taps[length - 2], method=type(module).carry)
+    return propose(module, params, borrowed, tokens[length - 1], prefixes, carry, sampling, sampler, c.num_drafts)
 
 
 def proposals_after(

@@ -96,13 +96,12 @@ def test_cached_rows_equal_those_of_a_dense_pass(tiny_target, tiny_drafter, x64,
         assert sum(request.completion.accepted) > 0
         count = len(tokens) - 1
         output = hidden_states(engine.target.module, target.params, jnp.asarray([tokens]))
+        unused = jnp.zeros(len(tokens), jnp.int32)
         context = drafter.module.apply(
-            {"params": drafter.params}, output.taps_NxMH, jnp.arange(len(tokens)), method=DSpark.context
-        )
-        for pool, (k, v) in (
-            (engine.caches.target, (output.k_LxNxKVxD, output.v_LxNxKVxD)),
-            (engine.caches.draft, context),
-        ):
+            {"params": drafter.params}, output.taps_NxMH, jnp.arange(len(tokens)), unused, drafter.borrowed,
+            method=DSpark.context,
+        )  # fmt: skip
+        for (pool,), ((k, v),) in ((engine.caches.target, output.kv), (engine.caches.draft, context)):
             for stored, dense in ((pool.k_LxPxSxKVxD, k), (pool.v_LxPxSxKVxD, v)):
                 cached = stored[:, np.asarray(pages)].reshape(stored.shape[0], -1, *stored.shape[3:])
                 np.testing.assert_allclose(cached[:, :count], dense[:, :count], rtol=1e-9, atol=1e-9)

@@ -58,11 +58,11 @@ def test_golden_drafter(golden, drafter):
         True,
         False,
     )
-    assert (c.decoder.num_layers, c.decoder.qk_norm, c.decoder.rope.theta) == (2, True, 1e6)
+    assert (c.decoder.num_layers, c.decoder.qk_norm, c.decoder.attention[0].rope.theta) == (2, True, 1e6)
     np.testing.assert_array_equal(drafter.params["backbone"]["fc"]["kernel"], tensors["fc.weight"].T)
     np.testing.assert_array_equal(drafter.params["markov_head"]["markov_w1"], tensors["markov_head.markov_w1.weight"])
     np.testing.assert_array_equal(
-        drafter.params["backbone"]["layers"]["mlp"]["up_proj"]["kernel"][1], tensors["layers.1.mlp.up_proj.weight"].T
+        drafter.params["backbone"]["layers"][0]["mlp"]["up_proj"]["kernel"][1], tensors["layers.1.mlp.up_proj.weight"].T
     )
     np.testing.assert_array_equal(drafter.borrowed.token_ids_Vd, np.arange(320))
 

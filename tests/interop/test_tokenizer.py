@@ -229,8 +229,7 @@ def test_added_tokens_of_a_gguf_file():
 
 
 @pytest.mark.parametrize(
-    ("pre", "pieces"),
-    [("smollm", ["1", "2", "3", "4"]), ("qwen2", ["1", "2", "3", "4"]), ("llama-bpe", ["123", "4"])],
+    ("pre", "pieces"), [("smollm", ["1", "2", "3", "4"]), ("qwen2", ["1", "2", "3", "4"]), ("llama-bpe", ["123", "4"])]
 )
 def test_digits_by_pre_tokenizer(pre: str, pieces: list[str]):
     tokenizer = small_tokenizer(pre=pre)

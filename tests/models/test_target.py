@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dspark_jax.decoding.caches import PagePool
+from dspark_jax.decoding.caches import empty_pools, view_pools, write_pools
 from dspark_jax.errors import UserError
 from dspark_jax.interop.families import rope_config
 from dspark_jax.interop.target_io import Target, load_target
+from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.layers import rope_frequencies
 from dspark_jax.models.target import Decoder
-from pallas_kernels.ragged_attention import ragged_attention, ragged_rows
+from pallas_kernels.ragged_attention import ragged_rows
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -218,7 +219,7 @@ def test_half_precision_checkpoints_load_without_loss(stored, saved, tmp_path):
     params = load_target(tmp_path, dtype="float32").params
     np.testing.assert_array_equal(params["embedding"], model.model.embed_tokens.weight.detach().float().numpy())
     kernel = model.model.layers[2].mlp.down_proj.weight.detach().float().numpy()
-    np.testing.assert_array_equal(params["layers"]["mlp"]["down_proj"]["kernel"][2], kernel.T)
+    np.testing.assert_array_equal(params["layers"][0]["mlp"]["down_proj"]["kernel"][2], kernel.T)
 
 
 def test_qwen2_has_biases_whatever_its_config_says(saved, tmp_path):
@@ -324,18 +325,14 @@ def test_taps_are_the_raw_outputs_of_layers_in_the_order_asked_for(saved):
 
 
 @functools.partial(jax.jit, static_argnames=("module", "block"))
-def cached_step(module, params, pool, token_N, count_R, keep_R, length_R, table_RxC, *, block):
-    """One pass over flat rows: logits and taps of the rows, and the pool with the first `keep_R` rows of each slot."""
+def cached_step(module, params, pools, token_N, count_R, keep_R, length_R, table_RxC, *, block):
+    """One pass over flat rows: logits and taps of the rows, and the pools with the first `keep_R` rows of each slot."""
     rows = ragged_rows(count_R, length_R, len(token_N), block)
-    prefix, scale = pool.view(table_RxC, length_R), module.config.head_dim**-0.5
-
-    def attend(layer, q, k, v):
-        return ragged_attention(q, k, v, rows, prefix, layer, causal=True, scale=scale)
-
+    attend = attend_rows(module.config, rows, view_pools(pools, table_RxC, length_R))
     output = module.apply({"params": params}, token_N, rows.position_N, attend)
     logits = module.apply({"params": params}, output.hidden_NxH, method=Decoder.logits)
-    pool = pool.write(output.k_LxNxKVxD, output.v_LxNxKVxD, table_RxC, rows, rows.offset_N < keep_R[rows.slot_N])
-    return logits, output.taps_NxMH, pool
+    pools = write_pools(pools, output.kv, table_RxC, rows, rows.offset_N < keep_R[rows.slot_N])
+    return logits, output.taps_NxMH, pools
 
 
 class CachedRun:
@@ -349,8 +346,8 @@ class CachedRun:
         # Neighbouring rows lie on distant pages, and what was there before is large.
         order = np.random.default_rng(0).permutation(pages)[: slots * columns]
         self.table = jnp.asarray(order.reshape(slots, columns), jnp.int32)
-        empty = PagePool.empty(target.config, pages, self.PAGE, target.dtype)
-        self.pool = jax.tree.map(lambda pool: pool + 1e4, empty)
+        empty = empty_pools(target.config, pages, self.PAGE, target.dtype)
+        self.pools = jax.tree.map(lambda pool: pool + 1e4, empty)
         self.lengths = np.zeros(slots, np.int32)
 
     def feed(self, pieces: list[np.ndarray], num_rows: int, block: int, keep: list[int] | None = None):
@@ -359,8 +356,16 @@ class CachedRun:
         kept = counts if keep is None else np.array(keep, np.int32)
         flat = np.zeros(num_rows, np.int32)
         flat[: counts.sum()] = np.concatenate(pieces)
-        logits, taps, self.pool = cached_step(
-            self.target.module, self.target.params, self.pool, flat, counts, kept, self.lengths, self.table, block=block
+        logits, taps, self.pools = cached_step(
+            self.target.module,
+            self.target.params,
+            self.pools,
+            flat,
+            counts,
+            kept,
+            self.lengths,
+            self.table,
+            block=block,
         )
         self.lengths = self.lengths + kept
         ends = np.cumsum(counts)[:-1]
@@ -431,11 +436,12 @@ def test_rows_after_the_accepted_ones_are_dropped(saved):
     (logits,), _ = run.feed([np.concatenate([sequence[9:11], wrong[:3]])], 5, 5, keep=[2])
     assert_close(logits[:2], dense[9:11], 1e-4)
     # Rejected rows, and pages of nobody, are as they were.
-    pages, size = run.pool.k_LxPxSxKVxD.shape[1:3]
+    (pool,) = run.pools
+    pages, size = pool.k_LxPxSxKVxD.shape[1:3]
     rows, written = np.arange(11), np.zeros((pages, size), bool)
     written[np.asarray(run.table)[0, rows // size], rows % size] = True
-    for pool in (run.pool.k_LxPxSxKVxD, run.pool.v_LxPxSxKVxD):
-        changed = (np.asarray(pool) != np.float32(1e4)).any(axis=(0, 3, 4))
+    for stored in (pool.k_LxPxSxKVxD, pool.v_LxPxSxKVxD):
+        changed = (np.asarray(stored) != np.float32(1e4)).any(axis=(0, 3, 4))
         np.testing.assert_array_equal(changed, written)
     (logits,), _ = run.feed([sequence[11:16]], 5, 5)
     assert_close(logits, dense[11:16], 1e-4)
@@ -562,8 +568,8 @@ def test_an_unsupported_rope_kind_is_named_with_the_known_ones(kind, broken):
 def test_what_the_decoder_does_not_compute_is_refused(broken):
     edit_config(broken, hidden_act="gelu")
     assert "gelu" in message(broken)
-    edit_config(broken, hidden_act="silu", use_sliding_window=True, sliding_window=8)
-    assert "sliding" in message(broken)
+    edit_config(broken, hidden_act="silu", use_sliding_window=True, sliding_window=8, layer_types=["sideways"])
+    assert "layer_types" in message(broken)
 
 
 def test_quantised_weights_are_refused(broken):

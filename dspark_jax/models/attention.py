@@ -1,0 +1,48 @@
+"""What rows attend to, for every kind of attention layer: the bridge from the models to the kernels."""
+
+import jax
+
+from dspark_jax.models.config import DecoderConfig
+from dspark_jax.models.layers import Layer, LayerAttend
+from pallas_kernels.anchor_attention import anchor_attention
+from pallas_kernels.ragged_attention import Prefix, Rows, ragged_attention
+
+
+def attend_rows(config: DecoderConfig, rows: Rows, prefixes: tuple[Prefix, ...] | None = None) -> LayerAttend:
+    """Flat rows over their requests' cached prefixes, one `Prefix` for each kind of attention, and over themselves."""
+
+    def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        kind = config.attention[layer.kind]
+        prefix = prefixes[layer.kind] if prefixes else None
+        return ragged_attention(
+            q, k, v, rows, prefix, layer.index,
+            causal=kind.causal, scale=kind.softmax_scale, window=kind.window, from_anchor=kind.window_from_anchor,
+        )  # fmt: skip
+
+    return attend
+
+
+def attend_blocks(
+    config: DecoderConfig,
+    context_kv: tuple[tuple[jax.Array, jax.Array], ...],
+    anchor_BxN: jax.Array,
+    keep_BxN: jax.Array,
+    size: int,
+) -> LayerAttend:
+    """Packed draft blocks of `size` slots over the context rows before their anchors (training).
+
+    `context_kv`: for each kind of attention, keys and values `[L, B·S, KV, D]` of the context.
+    """
+    batch, blocks = anchor_BxN.shape
+
+    def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        kind = config.attention[layer.kind]
+        k_context, v_context = (a[layer.index].reshape(batch, -1, *a.shape[2:]) for a in context_kv[layer.kind])
+        q_block, k_block, v_block = (a.reshape(batch, blocks, size, *a.shape[1:]) for a in (q, k, v))
+        out = anchor_attention(
+            q_block, k_context, v_context, k_block, v_block, anchor_BxN, keep_BxN, kind.softmax_scale,
+            causal=kind.causal, window=kind.window, from_anchor=kind.window_from_anchor,
+        )  # fmt: skip
+        return out.reshape(q.shape)
+
+    return attend
