@@ -12,7 +12,7 @@ from dspark_jax.data.conversations import PromptRow, read_prompts
 from dspark_jax.data.generate import seed_of
 from dspark_jax.data.jsonl import ResumableJsonl
 from dspark_jax.decoding.engine import Engine
-from dspark_jax.decoding.requests import Completion, prompt_token_ids
+from dspark_jax.decoding.requests import Completion
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
 from dspark_jax.evaluation.report import environment, generation_report, write_json
@@ -49,22 +49,30 @@ def serve_file(config: ConfigDict, prompts: str | Path, out: str | Path) -> dict
     """Answers every prompt of a JSONL and appends the answers to `out` as they end. Returns the report.
 
     Started again after an interruption, it answers only what is missing. The report is written beside the answers and
-    covers what this start generated. Raises UserError before anything is generated on bad prompts or a foreign `out`.
+    covers what this start generated. A prompt that cannot be answered (too long, impossible parameters) gets a line
+    that says why, and the run goes on. Raises UserError before anything is generated on a broken file of prompts or a
+    foreign `out`.
     """
     rows = read_prompts(prompts)
-    params = {row.id: sampling_params(config, row) for row in rows}
+    sampling_params(config, PromptRow("config", []))  # a fault of the config is everybody's
     target, drafter = load_models(config)
     engine = make_engine(config, target, drafter)
-    for row in rows:
-        check_length(engine, row)
     completions, start = [], time.monotonic()
     with ResumableJsonl(out, _run_identity(config, engine, drafter)) as file:
         todo = [row for row in rows if row.id not in file.done]
         with Progress("answers", len(rows)) as progress:
             progress.update(len(rows) - len(todo))
-            requests = engine.stream_completions([row.messages for row in todo], [params[row.id] for row in todo])
+            ready = []
+            for row in todo:
+                try:
+                    ready.append((row, sampling_params(config, row)))
+                except UserError as error:
+                    file.append({"id": row.id, "finish_reason": "error", "error": str(error)})
+                    completions.append(Completion([], "", "error", [], [], [], error=str(error)))
+                    progress.advance(1)
+            requests = engine.stream_completions([row.messages for row, _ in ready], [params for _, params in ready])
             for index, completion in requests:
-                file.append(answer_row(todo[index], params[todo[index].id], completion))
+                file.append(answer_row(*ready[index], completion))
                 completions.append(completion)
                 progress.advance(1)
     report = {**environment(), "target": target.name, "drafter": config.serve.drafter or None,
@@ -74,20 +82,17 @@ def serve_file(config: ConfigDict, prompts: str | Path, out: str | Path) -> dict
     return report
 
 
-def check_length(engine: Engine, row: PromptRow) -> None:
-    """Raises UserError, naming the row, when its prompt does not fit into the context."""
-    ids = prompt_token_ids(row.messages, engine.target.tokenizer, engine.target.config.vocab_size)
-    if len(ids) >= engine.context:
-        raise UserError(f"prompt {row.id!r} has {len(ids)} tokens, the context holds {engine.context}: shorten it")
-
-
 def answer_row(row: PromptRow, params: SamplingParams, completion: Completion) -> dict[str, Any]:
     """A line of the output file."""
+    if completion.finish_reason == "error":
+        return {"id": row.id, "finish_reason": "error", "error": completion.error}
+    logprobs = {"logprobs": [dataclasses.asdict(one) for one in completion.logprobs]} if completion.logprobs else {}
     return {
-        "id": row.id, "text": completion.text, "token_ids": completion.token_ids,
+        "id": row.id, "text": completion.text, "token_ids": completion.token_ids, **logprobs,
         "finish_reason": completion.finish_reason, "seed": params.seed, "temperature": params.temperature,
         "rounds": len(completion.accepted), "tokens_per_round": completion.tokens_per_round,
         "drafted": completion.drafted, "verified": completion.verified, "accepted": completion.accepted,
+        "first_token_seconds": completion.first_token_seconds, "seconds": completion.seconds,
     }  # fmt: skip
 
 
@@ -99,6 +104,8 @@ def stream_prompt(config: ConfigDict, prompt: str) -> Iterator[str | dict[str, A
     requests = engine.requests([prompt], sampling_params(config, row))
     start = time.monotonic()
     for _, event in engine.run(requests, rounds=1):
+        if event.finish_reason == "error":
+            raise UserError(requests[0].completion.error)
         yield event.text_delta
     yield generation_report([requests[0].completion], time.monotonic() - start)
 

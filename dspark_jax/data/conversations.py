@@ -9,6 +9,10 @@ from dspark_jax.errors import UserError
 from dspark_jax.interop.tokenizer import Tokenizer
 
 Messages = list[dict[str, str]]
+# Parameters that a row may set for itself, besides those of the config.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "logit_bias", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+            "logprobs")  # fmt: skip
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -23,7 +27,7 @@ class PromptRow:
 
 def read_prompts(path: str | Path) -> list[PromptRow]:
     """Reads a JSONL of prompts. A row has `prompt` (text), `turns` (user texts; the first is asked), `messages`, or
-    `conversations` (role/content or from/value); optionally `id`, `seed`, `temperature`, `max_tokens`.
+    `conversations` (role/content or from/value); optionally `id` and any of the sampling parameters.
 
     Raises UserError, naming the line, on a row of another shape or a repeated id, and on a file without rows.
     """
@@ -34,7 +38,7 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
         if key in seen:
             raise UserError(f"{where}: the id {key!r} stands in line {seen[key]} too")
         seen[key] = number
-        options = {name: row[name] for name in ("seed", "temperature", "max_tokens") if name in row}
+        options = {name: row[name] for name in SAMPLING if name in row}
         rows.append(PromptRow(key, row_messages(row, where), options))
     if not rows:
         raise UserError(f"{path} has no prompts: it should hold one JSON object a line")

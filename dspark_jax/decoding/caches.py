@@ -3,9 +3,13 @@
 Forward passes only read it (`view`); `write` commits the accepted rows afterwards. Page tables are known here alone.
 """
 
+import hashlib
+from collections.abc import Hashable, Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import KeysValues
@@ -66,17 +70,76 @@ def write_pools(pools: Pools, kv: tuple[KeysValues, ...], table_RxC: jax.Array, 
 
 
 class PageAllocator:
-    """Which pages are free (host side). A request takes all pages it can ever need, so it never starves midway."""
+    """Which pages are free (host side). A request takes all pages it can ever need, so it never starves midway.
+
+    Full pages of a prompt may be shared: `publish` files them under the tokens up to their end, `match` finds them for
+    a later prompt. A shared page is never written again; nobody's pages stay filed until their room is needed.
+    """
 
     def __init__(self, pages: int):
         self.total = pages
         self._free = list(range(pages - 1, -1, -1))
+        self._users: dict[int, int] = {}  # page -> requests that hold it
+        self._filed: dict[Hashable, int] = {}  # key of a prefix -> its last page, least recently used first
+        self._key_of: dict[int, Hashable] = {}
 
-    def take(self, count: int) -> list[int] | None:
-        """`count` page ids, or None when too few are free."""
-        if count > len(self._free):
+    @property
+    def available(self) -> int:
+        """Pages that a request could get now."""
+        return len(self._free) + sum(1 for page in self._key_of if page not in self._users)
+
+    def take(self, count: int, shared: Sequence[int] = ()) -> list[int] | None:
+        """`shared` pages and as many fresh ones as make `count`; None when too few are free."""
+        idle = sum(1 for page in shared if page not in self._users)
+        if count - len(shared) > self.available - idle:
             return None
-        return [self._free.pop() for _ in range(count)]
+        for page in shared:
+            self._users[page] = self._users.get(page, 0) + 1
+        fresh = [self._fresh() for _ in range(count - len(shared))]
+        self._users.update(dict.fromkeys(fresh, 1))
+        return [*shared, *fresh]
 
-    def give(self, pages: list[int]) -> None:
-        self._free.extend(reversed(pages))
+    def _fresh(self) -> int:
+        if not self._free:
+            page = next(page for page in self._filed.values() if page not in self._users)
+            del self._filed[self._key_of.pop(page)]
+            return page
+        return self._free.pop()
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Takes a request's pages back; filed ones keep their rows."""
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                if page not in self._key_of:
+                    self._free.append(page)
+
+    def match(self, keys: Sequence[Hashable]) -> list[int]:
+        """The filed pages of the longest known prefix. `keys`: one for each page of a prompt, in order."""
+        pages = []
+        for key in keys:
+            if key not in self._filed:
+                break
+            pages.append(self._filed[key])
+            self._filed[key] = self._filed.pop(key)  # most recently used
+        return pages
+
+    def publish(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
+        """Files a request's full prompt pages, unless the same prefix is filed already."""
+        for key, page in zip(keys, pages, strict=True):
+            if key not in self._filed and page not in self._key_of:
+                self._filed[key], self._key_of[page] = page, key
+
+
+def prefix_keys(ids: Sequence[int], page_size: int, lookahead: int) -> list[bytes]:
+    """A key for each full page of a prompt, which stands for all tokens up to its end.
+
+    `lookahead`: tokens after a page that its rows depend on as well (Eagle3 reads a row's successor).
+    """
+    keys, key = [], b""
+    for end in range(page_size, len(ids) - lookahead + 1, page_size):
+        page = np.asarray(ids[end - page_size : end + lookahead], np.int64).tobytes()
+        key = hashlib.sha256(key + page).digest()
+        keys.append(key)
+    return keys

@@ -52,16 +52,19 @@ def propose(
     sampling: SlotSampling,
     sampler: str,
     num_tokens: int,
+    adjust: Callable[[jax.Array, list[jax.Array]], jax.Array] = lambda logits, drafted: logits,
 ) -> Proposal:
     """Drafts `num_tokens` tokens after every slot's anchor, which stands right behind its cached context.
 
-    `carry`: what the drafter keeps of each slot's last committed row (`module.carry`).
+    `carry`: what the drafter keeps of each slot's last committed row (`module.carry`). `adjust(logits, drafted)`: what
+    the requests change in the logits of a step, given the tokens drafted before it.
     """
     begin = _begin_block if isinstance(module, DSpark) else _begin_eagle3
     step, state = begin(module, params, borrowed, anchor_R, prefixes, carry, num_tokens)
     previous, steps = anchor_R, []
     for k in range(num_tokens):
         logits, confidence, state = step(k, state, previous)
+        logits = adjust(logits, [token for token, *_ in steps])
         warped = warps.apply(logits, sampling.warp)
         key = draft_key(sampler, sampling.seed, prefixes[0].length_R, k)
         index = draw(warped, sampling.warp.temperature, key, borrowed.token_ids_Vd)

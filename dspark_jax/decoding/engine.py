@@ -3,21 +3,23 @@
 import collections
 import dataclasses
 import random
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decoding.caches import PageAllocator, empty_pools
-from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, prompt_token_ids
+from dspark_jax.decoding.adjust import Adjust
+from dspark_jax.decoding.caches import PageAllocator, empty_pools, prefix_keys
+from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, new_requests, prompt_token_ids
+from dspark_jax.decoding.results import rounds_of
 from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, empty_carry, prefill
-from dspark_jax.decoding.sampling import SAMPLERS, SamplingParams, SlotSampling
+from dspark_jax.decoding.sampling import MAX_LOGPROBS, SAMPLERS, SamplingParams, SlotSampling
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit
 from dspark_jax.interop.target_io import Target
-from dspark_jax.interop.tokenizer import StreamDecoder
+from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.scheduling.scheduler import drafts_per_round
 
 PREFILL_CHUNK = 128  # prompt tokens per slot and prefill program; chunks start at its multiples
@@ -71,13 +73,16 @@ class Engine:
         self.max_length = min(max_length or target.config.max_length, target.config.max_length)
         rows = cache_tokens or max(max_slots * 1024, min(self.max_length, 4096))
         self.pages = PageAllocator(-(-rows // page_size))
-        self.models = Models(self.target.module, drafter.module if drafter else None, sampler)
+        tokens = target.config.vocab_size
+        if target.tokenizer:
+            tokens = min(tokens, target.tokenizer.vocab_size)
+        self.models = Models(self.target.module, drafter.module if drafter else None, sampler, tokens)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
         pool_sizes = (self.pages.total, page_size, target.dtype)
         draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if drafter else None
         self.caches = Caches(empty_pools(target.config, *pool_sizes), draft_pools)
         self.slots = self._empty_slots()
-        self._busy = False
+        self._busy, self._start = False, 0.0
 
     @property
     def context(self) -> int:
@@ -89,7 +94,10 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
     ) -> list[Completion]:
-        """Completions in the order of the prompts. `params`: one for all, or one each."""
+        """Completions in the order of the prompts. `params`: one for all, or one each.
+
+        A request that cannot run ends with the reason "error" and says why; the others are not touched by it.
+        """
         requests = self.requests(prompts, params)
         for _ in self.run(requests, self.rounds):
             pass
@@ -112,70 +120,71 @@ class Engine:
             if event.finish_reason:
                 yield request.index, request.completion
 
-    # --------------------------------------------------------------------------------------------------- requests
-
     def requests(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
-        """Requests ready to run, in the order of the prompts; each fills its own `completion`."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise UserError(
-                f"{len(prompts)} prompts, but {len(each)} sampling parameters: give one for all, or one each"
-            )
-        return [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
-
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
-        config, tokenizer = self.target.config, self.target.tokenizer
-        ids = prompt_token_ids(prompt, tokenizer, config.vocab_size)
-        room = self.context - len(ids)
-        if room < 1:
-            raise UserError(f"prompt {index} has {len(ids)} tokens, the context holds {self.context}: shorten it")
-        stops = () if params.ignore_eos else config.eos_token_ids
-        stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
-        if len(stops) > STOP_WIDTH:
-            raise UserError(f"prompt {index} has {len(stops)} stop tokens, at most {STOP_WIDTH} are supported")
-        seed = random.getrandbits(64) if params.seed is None else params.seed
-        decoder = StreamDecoder(tokenizer) if tokenizer else None
-        completion = Completion([], "", None, [], [], [])
-        return Request(index, ids, params, seed, min(params.max_tokens, room), stops, decoder, completion)
+        """Queued requests for `run`, in the order of the prompts. Setting `cancelled` ends one at the next dispatch."""
+        return new_requests(prompts, params)
 
     # ---------------------------------------------------------------------------------------------------- the loop
 
     def run(self, requests: list[Request], rounds: int) -> Iterator[tuple[Request, StreamEvent]]:
-        """Runs all requests; yields (request, event) for every dispatch in which the request got tokens."""
+        """Runs all requests; yields (request, event) for every dispatch in which the request has something to show.
+
+        A pass of the loop admits requests, caches one chunk of the prompts admitted, and launches one dispatch, so that
+        a long prompt holds decoding up for no longer than a chunk.
+        """
         if self._busy:
             raise UserError(
                 "this engine is already generating: finish or close that stream first, or make a second engine"
             )
         self._busy, self.slots = True, self._empty_slots()  # an abandoned stream may have left slots running
-        queue = collections.deque(requests)
+        self._start = time.monotonic()
+        queue, filling = collections.deque(requests), []
         live: list[Request] = []  # in slot order
         pending: collections.deque[_Dispatch] = collections.deque()
         try:
-            while queue or live or pending:
-                live = self.refill(live, queue)
+            while queue or filling or live or pending:
+                yield from self._end_cancelled([*queue, *filling, *live])
+                filling = [request for request in filling if not request.ended]
+                live = self._compact(live)
+                yield from self._admit(queue, live, filling)
+                live, filling = self._fill(live, filling)
                 if live:
                     pending.append(self._launch(live, rounds))
                 # The dispatch just launched runs while the host reads the one before it.
-                if len(pending) > 1 or not live:
+                if pending and (len(pending) > 1 or not live):
                     yield from self._collect(pending.popleft())
         finally:
             self._busy = False
             for request in requests:
                 self._free(request)
 
+    def fill(self, requests: list[Request]) -> None:
+        """Admits requests and caches their prompts, with no decoding: for benchmarks, which time rounds alone."""
+        self.slots, live, filling = self._empty_slots(), [], []
+        for _ in self._admit(collections.deque(requests), live, filling):
+            raise UserError("a benchmark's prompt does not fit")
+        while filling:
+            live, filling = self._fill(live, filling)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    def _end_cancelled(self, requests: list[Request]) -> Iterator[tuple[Request, StreamEvent]]:
+        for request in requests:
+            if request.cancelled and not request.ended:
+                yield request, request.end("cancelled", self._now())
+                self._free(request)
+
     def _collect(self, dispatch: _Dispatch) -> Iterator[tuple[Request, StreamEvent]]:
         """Reads a dispatch's tokens (waits for the device) and frees the pages of the requests that ended."""
         out: Emitted = jax.device_get(dispatch.emitted)
         for slot, request in enumerate(dispatch.requests):
-            tokens: list[int] = []
-            for d in np.flatnonzero(out.count_DxR[:, slot]):
-                new = out.token_DxRxQ[d, slot, : out.count_DxR[d, slot]].tolist()
-                request.push(new, self.drafts, int(out.verified_DxR[d, slot]), int(out.accepted_DxR[d, slot]))
-                tokens += new
-            if tokens:
-                event = request.event(tokens)
-                if event.finish_reason:
-                    self._free(request)
+            if request.ended:  # by a stop string or from outside, while this dispatch was running
+                continue
+            event = request.take(rounds_of(out, slot, self.drafts, request.params.logprobs), self._now())
+            if request.ended:
+                self._free(request)
+            if event:
                 yield request, event
 
     def _free(self, request: Request) -> None:
@@ -188,6 +197,7 @@ class Engine:
         # Two dispatches may be in flight: the host's lengths lag by one.
         ahead = 2 * rounds * (self.drafts + 1)
         longest = max(len(r.prompt_ids) + min(len(r.completion.token_ids) + ahead, r.max_tokens) for r in live)
+        asked = max(-1 if r.params.logprobs is None else r.params.logprobs for r in live)
         self.caches, self.slots, emitted = decode(
             self.models,
             self.weights,
@@ -197,8 +207,14 @@ class Engine:
             drafts=self.drafts,
             context_pages=self.context_pages(longest),
             rounds=rounds,
+            top_logprobs=asked if asked < 1 else self._top,
         )
         return _Dispatch(list(live), emitted)
+
+    @property
+    def _top(self) -> int:
+        """How many likeliest tokens a program computes where any request wants some: one program for all numbers."""
+        return min(MAX_LOGPROBS, self.target.config.vocab_size)
 
     def context_pages(self, tokens: int) -> int:
         """Pages a program reads per slot: a power of two, at least 64 rows' worth, at most the table's width."""
@@ -216,73 +232,149 @@ class Engine:
         carry = empty_carry(self.models.drafter, self.max_slots, self.target.dtype)
         return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, carry, sampling))
 
-    def refill(self, live: list[Request], queue: collections.deque[Request]) -> list[Request]:
-        """Moves live requests to the front and gives free slots, as far as pages last, to waiting ones."""
-        keep = [i for i, request in enumerate(live) if request.completion.finish_reason is None]
-        kept = [live[i] for i in keep]
-        admitted = []
-        while queue and len(kept) + len(admitted) < self.max_slots:
-            request = queue[0]
-            # A round may run past the end of the request by a block; those rows are dropped, not written.
-            pages = self.pages.take(-(-(len(request.prompt_ids) + request.max_tokens) // self.page_size))
-            if pages is None:
-                break
-            request.pages = pages
-            admitted.append(queue.popleft())
-        if len(keep) < len(live) or admitted:
+    def _compact(self, live: list[Request]) -> list[Request]:
+        """Moves the requests that go on to the front; the other slots end."""
+        keep = [i for i, request in enumerate(live) if not request.ended]
+        if len(keep) < len(live):
             rest = [i for i in range(self.max_slots) if i not in set(keep)]
-            self.slots = _permute(self.slots, np.asarray(keep + rest))
-        carry = self._prefill(admitted) if admitted else ()
-        for i, request in enumerate(admitted):
-            own = jax.tree.map(lambda a, i=i: a[i], carry)
-            self.slots = _set_slot(self.slots, len(kept) + i, self._slot_entries(request, own))
-        return kept + admitted
+            self.slots = _permute(self.slots, np.asarray(keep + rest), len(keep))
+        return [live[i] for i in keep]
 
-    def _slot_entries(self, request: Request, carry: Any) -> Slots:
-        sampling = SlotSampling.of(request.params, request.seed, request.stop_ids, STOP_WIDTH)
-        ids = request.prompt_ids
+    def _admit(
+        self, queue: collections.deque[Request], live: list[Request], filling: list[Request]
+    ) -> Iterator[tuple[Request, StreamEvent]]:
+        """Gives waiting requests slots and pages as far as they last; `filling` grows by them. Yields refusals."""
+        while queue and len(live) + len(filling) < self.max_slots:
+            request = queue[0]
+            if not request.ended and not request.prompt_ids:
+                try:
+                    self._prepare(request)
+                except UserError as error:
+                    yield request, request.end("error", self._now(), str(error))
+            if request.ended:
+                queue.popleft()
+            elif self._take_pages(request, filling):
+                filling.append(queue.popleft())
+            else:
+                break
+
+    def _prepare(self, request: Request) -> None:
+        """Tokenises a request and checks it. Raises UserError, naming it, when it cannot run here."""
+        config, tokenizer, params, index = self.target.config, self.target.tokenizer, request.params, request.index
+        ids = prompt_token_ids(request.prompt, tokenizer, config.vocab_size)
+        room = self.context - len(ids)
+        stops = () if params.ignore_eos else config.eos_token_ids
+        stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
+        biased = [token for token, _ in params.logit_bias if not 0 <= token < config.vocab_size]
+        checks = {
+            f"has {len(ids)} tokens, the context holds {self.context}: shorten it": room < 1,
+            f"asks for max_tokens={params.max_tokens}, the context holds {self.context}": (
+                params.max_tokens > self.context
+            ),
+            f"has {len(stops)} stop tokens, at most {STOP_WIDTH} are supported": len(stops) > STOP_WIDTH,
+            f"biases token {biased[:1]}, outside the vocabulary of {config.vocab_size}": bool(biased),
+            "has stop strings, but this model has no tokenizer: use stop_token_ids": params.stop and not tokenizer,
+        }
+        failed = next((what for what, fails in checks.items() if fails), None)
+        if failed:
+            raise UserError(f"prompt {index} {failed}")
+        seed = random.getrandbits(64) if params.seed is None else params.seed
+        request.admit(ids, seed, min(params.max_tokens, room), stops, tokenizer)
+
+    def _take_pages(self, request: Request, filling: list[Request]) -> bool:
+        """Pages for a request, those of a known prefix among them. False: it has to wait."""
+        keys = self._keys(request)
+        shared = self.pages.match(keys)
+        # Somebody is computing the next page of this prefix just now.
+        if len(shared) < len(keys) and any(keys[len(shared)] in self._keys(other) for other in filling):
+            return False
+        # A round may run past the end of the request by a block; those rows are dropped, not written.
+        pages = self.pages.take(-(-(len(request.prompt_ids) + request.max_tokens) // self.page_size), shared)
+        request.pages, request.cached = pages or [], len(shared) * self.page_size
+        request.carry = jax.tree.map(lambda a: a[0], empty_carry(self.models.drafter, 1, self.target.dtype))
+        return pages is not None
+
+    def _keys(self, request: Request) -> list[bytes]:
+        """Of the full pages of a prompt, without its last token: the first round runs that."""
+        return prefix_keys(request.prompt_ids[:-1], self.page_size, int(isinstance(self.models.drafter, Eagle3)))
+
+    def _fill(self, live: list[Request], filling: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Caches the next chunk of every prompt; those that are done become live."""
+        if any(request.cached < len(request.prompt_ids) - 1 for request in filling):
+            self._prefill(filling)
+        ready = [request for request in filling if request.cached == len(request.prompt_ids) - 1]
+        for request in ready:
+            keys = self._keys(request)
+            self.pages.publish(keys, request.pages[: len(keys)])
+            self._set_adjust([*live, request])
+            self.slots = _set_slot(self.slots, len(live), self._slot_entries(request))
+            live = [*live, request]
+        return live, [request for request in filling if request not in ready]
+
+    def _set_adjust(self, live: list[Request]) -> None:
+        """Slots carry adjustments, which cost a vocabulary each, only while somebody asks for them."""
+        wanted = any(request.params.adjusts for request in live)
+        if wanted and not self.slots.adjust:
+            neutral = Adjust.neutral(self.max_slots, self.target.config.vocab_size)
+            self.slots = self.slots.replace(adjust=neutral)
+        elif not wanted and self.slots.adjust:
+            self.slots = self.slots.replace(adjust=())
+
+    def _slot_entries(self, request: Request) -> Slots:
+        params, ids = request.params, request.prompt_ids
+        sampling = SlotSampling.of(params, request.seed, request.stop_ids, STOP_WIDTH)
         numbers = (np.int32(ids[-1]), np.int32(len(ids)), np.int32(request.max_tokens))
-        return Slots(*numbers, self._table_row(request), carry, sampling)
+        adjust = Adjust.of(params, ids, self.target.config.vocab_size) if self.slots.adjust else ()
+        return Slots(*numbers, self._table_row(request), request.carry, sampling, adjust)
 
     def _table_row(self, request: Request) -> np.ndarray:
         row = np.zeros(self.slots.table_RxC.shape[1], np.int32)
         row[: len(request.pages)] = request.pages
         return row
 
-    def _prefill(self, requests: list[Request]) -> Any:
-        """Caches all prompt tokens but the last, which is the first round's anchor. Returns their carries."""
-        longest = max(len(r.prompt_ids) for r in requests) - 1
+    def _prefill(self, requests: list[Request]) -> None:
+        """One chunk of each request's prompt tokens but the last, which is the first round's anchor.
+
+        Chunks end at multiples of PREFILL_CHUNK, wherever they start.
+        """
         slots = min(bucket(len(requests)), self.max_slots)
         table = np.zeros((slots, self.slots.table_RxC.shape[1]), np.int32)
+        start, count = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        parts: list[list[int]] = []
         for i, request in enumerate(requests):
-            table[i] = self._table_row(request)
-        carry = empty_carry(self.models.drafter, slots, self.target.dtype)
-        for start in range(0, longest, PREFILL_CHUNK):
+            table[i], start[i] = self._table_row(request), request.cached
+            end = min((request.cached // PREFILL_CHUNK + 1) * PREFILL_CHUNK, len(request.prompt_ids) - 1)
+            count[i] = end - request.cached
             # One token more than the chunk: some drafters read a row's successor.
-            parts = [r.prompt_ids[start : start + PREFILL_CHUNK + 1] for r in requests]
-            count = np.array([max(len(part) - 1, 0) for part in parts] + [0] * (slots - len(parts)), np.int32)
-            width = bucket(max(8, int(count.max())))
-            tokens = np.zeros((slots, width + 1), np.int32)
-            for i, part in enumerate(parts):
-                tokens[i, : len(part)] = part
-            self.caches, carry = prefill(
-                self.models,
-                self.weights,
-                self.caches,
-                table,
-                tokens[:, :-1],
-                tokens[:, 1:],
-                np.full(slots, start, np.int32),
-                count,
-                carry,
-                context_pages=self.context_pages(start),
-            )
-        return carry
+            parts.append(request.prompt_ids[request.cached : end + 1])
+        tokens = np.zeros((slots, bucket(max(8, int(count.max()))) + 1), np.int32)
+        for i, part in enumerate(parts):
+            tokens[i, : len(part)] = part
+        empty = jax.tree.map(np.asarray, empty_carry(self.models.drafter, slots - len(requests), self.target.dtype))
+        carry = jax.tree.map(lambda *rows: jnp.stack(rows), *[r.carry for r in requests])
+        carry = jax.tree.map(lambda rows, rest: jnp.concatenate([rows, rest]), carry, empty)
+        self.caches, carry = prefill(
+            self.models,
+            self.weights,
+            self.caches,
+            table,
+            tokens[:, :-1],
+            tokens[:, 1:],
+            start,
+            count,
+            carry,
+            context_pages=self.context_pages(int(start.max())),
+        )
+        for i, request in enumerate(requests):
+            request.cached += int(count[i])
+            request.carry = jax.tree.map(lambda a, i=i: a[i], carry)
 
 
 @jax.jit
-def _permute(slots: Slots, order: jax.Array) -> Slots:
-    return jax.tree.map(lambda a: a[order], slots)
+def _permute(slots: Slots, order: jax.Array, kept: jax.Array) -> Slots:
+    """Slots in another order, of which only the first `kept` go on."""
+    slots = jax.tree.map(lambda a: a[order], slots)
+    return slots.replace(remaining_R=jnp.where(jnp.arange(len(order)) < kept, slots.remaining_R, 0))
 
 
 @jax.jit

@@ -2,12 +2,25 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.stops import StopText
 from dspark_jax.errors import UserError
 from dspark_jax.interop.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log-probability under the model's own distribution, and the likeliest tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass
@@ -16,10 +29,15 @@ class Completion:
 
     token_ids: list[int]
     text: str
-    finish_reason: str | None  # "stop" or "length"
+    finish_reason: str | None  # "stop", "length", "cancelled" or "error"
     drafted: list[int]
     verified: list[int]
     accepted: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    error: str = ""  # why the request was refused
+    # Seconds from the start of the run to the first token and to the last; they say nothing about the answer.
+    first_token_seconds: float | None = dataclasses.field(default=None, compare=False)
+    seconds: float | None = dataclasses.field(default=None, compare=False)
 
     @property
     def tokens_per_round(self) -> float:
@@ -41,38 +59,129 @@ class StreamEvent:
 
 
 @dataclasses.dataclass
+class Round:
+    """What one round gave a request."""
+
+    tokens: list[int]
+    drafted: int
+    verified: int
+    accepted: int
+    logprobs: list[TokenLogprob]
+
+
+@dataclasses.dataclass
 class Request:
-    """A request in flight."""
+    """A request, from the queue to its end. A queued one holds its prompt and nothing else."""
 
     index: int
-    prompt_ids: list[int]
+    prompt: Prompt
     params: SamplingParams
-    seed: int
-    max_tokens: int  # what the context leaves of params.max_tokens
-    stop_ids: tuple[int, ...]
-    decoder: StreamDecoder | None
-    completion: Completion
+    completion: Completion = dataclasses.field(default_factory=lambda: Completion([], "", None, [], [], []))
+    cancelled: bool = False
+    # Set by `admit`:
+    prompt_ids: list[int] = dataclasses.field(default_factory=list)
+    seed: int = 0
+    max_tokens: int = 0  # what the context leaves of params.max_tokens
+    stop_ids: tuple[int, ...] = ()
+    # While it runs:
     pages: list[int] = dataclasses.field(default_factory=list)
+    cached: int = 0  # prompt tokens in the cache so far
+    carry: Any = ()  # the drafter's, after those
+    _text: StopText | None = None
+    _emitted: list[int] = dataclasses.field(default_factory=list)  # tokens of every round
+    _sent: int = 0  # tokens that events have shown
 
-    def push(self, tokens: list[int], drafted: int, verified: int, accepted: int) -> None:
-        """Takes one round's outcome."""
-        done = self.completion
-        done.token_ids.extend(tokens)
-        done.drafted.append(drafted)
-        done.verified.append(verified)
-        done.accepted.append(accepted)
+    def admit(self, ids: list[int], seed: int, max_tokens: int, stop_ids: tuple[int, ...], tokenizer: Tokenizer | None):
+        """Makes a queued request ready to run."""
+        self.prompt_ids, self.seed, self.max_tokens, self.stop_ids = ids, seed, max_tokens, stop_ids
+        if tokenizer:
+            self._text = StopText(StreamDecoder(tokenizer), self.params.stop)
+        if self.params.logprobs is not None:
+            self.completion.logprobs = []
 
-    def event(self, tokens: list[int]) -> StreamEvent:
-        """The event for these tokens; closes the text when the request has ended."""
+    @property
+    def ended(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def take(self, rounds: Sequence[Round], now: float) -> StreamEvent | None:
+        """Takes the rounds of a dispatch; None when there is nothing new to show. `now`: seconds since the start."""
+        done, shown = self.completion, ""
+        for round_ in rounds:
+            if self.ended:  # overshoot behind a stop string
+                break
+            done.drafted.append(round_.drafted)
+            done.verified.append(round_.verified)
+            done.accepted.append(round_.accepted)
+            self._emitted.append(0)
+            logprobs = round_.logprobs or [None] * len(round_.tokens)
+            for token, logprob in zip(round_.tokens, logprobs, strict=True):
+                shown += self._take_token(token, logprob)
+                if self.ended:
+                    break
+        done.text += shown
+        if done.token_ids and done.first_token_seconds is None:
+            done.first_token_seconds = now
+        if self.ended:
+            done.seconds = now
+        return self._event(shown)
+
+    def _take_token(self, token: int, logprob: TokenLogprob | None) -> str:
+        """One token; returns the text that it shows and ends the request where plain decoding would."""
         done = self.completion
-        ended = len(done.token_ids) >= self.max_tokens or bool(tokens and tokens[-1] in self.stop_ids)
-        if ended:
-            done.finish_reason = "stop" if done.token_ids[-1] in self.stop_ids else "length"
-        delta = ""
-        if self.decoder is not None:
-            delta = self.decoder.push(tokens) + (self.decoder.flush() if ended else "")
-            done.text += delta
-        return StreamEvent(self.index, delta, tokens, done.finish_reason)
+        done.token_ids.append(token)
+        self._emitted[-1] += 1
+        if done.logprobs is not None:
+            done.logprobs.append(logprob)
+        searching = len(done.token_ids) >= self.params.min_tokens
+        shown = self._text.push(token, searching) if self._text else ""
+        last = token in self.stop_ids or len(done.token_ids) >= self.max_tokens
+        if self._text and last and not self._text.stopped:
+            shown += self._text.flush(searching)
+        if self._text and self._text.stopped:
+            self._cut(self._text.settled)
+            done.finish_reason = "stop"
+        elif last:
+            done.finish_reason = "stop" if token in self.stop_ids else "length"
+        return shown
+
+    def _cut(self, count: int) -> None:
+        """Keeps the first `count` tokens, and of logprobs and rounds what belongs to them."""
+        done = self.completion
+        del done.token_ids[count:]
+        if done.logprobs is not None:
+            del done.logprobs[count:]
+        ends = np.cumsum(self._emitted)
+        rounds = int(np.searchsorted(ends, count)) + 1 if count else 0
+        for per_round in (done.drafted, done.verified, done.accepted, self._emitted):
+            del per_round[rounds:]
+        if rounds:
+            self._emitted[-1] -= int(ends[rounds - 1]) - count
+            done.accepted[-1] = min(done.accepted[-1], self._emitted[-1])
+
+    def _event(self, shown: str) -> StreamEvent | None:
+        done = self.completion
+        holds_back = bool(self._text and self.params.stop and not self.ended)
+        count = self._text.settled if holds_back else len(done.token_ids)
+        tokens, self._sent = done.token_ids[self._sent : count], max(self._sent, count)
+        if not (shown or tokens or self.ended):
+            return None
+        return StreamEvent(self.index, shown, tokens, done.finish_reason)
+
+    def end(self, reason: str, now: float, error: str = "") -> StreamEvent:
+        """Ends a request from outside: cancelled or refused."""
+        done = self.completion
+        done.finish_reason, done.error, done.seconds = reason, error, now
+        shown = self._text.flush(searching=False) if self._text and reason == "cancelled" else ""
+        done.text += shown
+        return self._event(shown) or StreamEvent(self.index, "", [], reason)
+
+
+def new_requests(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
+    """Queued requests in the order of the prompts. `params`: one for all, or one each."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise UserError(f"{len(prompts)} prompts, but {len(each)} sampling parameters: give one for all, or one each")
+    return [Request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
 
 
 def prompt_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:

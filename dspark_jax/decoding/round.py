@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.decoding.adjust import Adjust, adjusted, forbid_padding
 from dspark_jax.decoding.caches import Pools, view_pools, write_pools
 from dspark_jax.decoding.draft import propose
 from dspark_jax.decoding.sampling import SlotSampling
@@ -22,11 +24,15 @@ from pallas_kernels.ragged_attention import Rows, ragged_rows
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The networks of a round, without their weights (static). `drafter` None: plain decoding."""
+    """The networks of a round, without their weights (static). `drafter` None: plain decoding.
+
+    `num_tokens`: ids from it on are padding of the vocabulary and never come out.
+    """
 
     target: Decoder
     drafter: DSpark | Eagle3 | None
     sampler: str
+    num_tokens: int
 
 
 @flax.struct.dataclass
@@ -56,6 +62,16 @@ class Slots:
     table_RxC: jax.Array  # its pages
     carry: Any  # what its drafter keeps of the row before the anchor, `[R, ...]`
     sampling: SlotSampling
+    adjust: Adjust | tuple[()] = ()  # of the logits; `()` while no running request asks for any
+
+
+@flax.struct.dataclass
+class Logprobs:
+    """Of emitted tokens under the model's own distribution, and of the likeliest tokens in their place."""
+
+    token_RxQ: jax.Array
+    top_id_RxQxT: jax.Array
+    top_RxQxT: jax.Array
 
 
 @flax.struct.dataclass
@@ -67,6 +83,7 @@ class Emitted:
     verified_DxR: jax.Array  # drafts that were verified
     accepted_DxR: jax.Array  # drafts that were accepted and emitted
     remaining_R: jax.Array  # after the dispatch
+    logprobs: Logprobs | tuple[()]  # `[D, ...]`; `()` when nobody asked
 
 
 def target_rows(
@@ -145,32 +162,35 @@ def prefill(
 
 
 def decode_round(
-    models: Models, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
-) -> tuple[Caches, Slots, tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
-    """One round of every slot with `drafts` drafted tokens each. Slots that have ended take part in nothing."""
+    models: Models,
+    weights: Weights,
+    caches: Caches,
+    slots: Slots,
+    drafts: int,
+    context_pages: int,
+    top_logprobs: int = -1,
+) -> tuple[Caches, Slots, tuple[Any, ...]]:
+    """One round of every slot with `drafts` drafted tokens each. Slots that have ended take part in nothing.
+
+    The third result is what the round emitted, in the order of `Emitted`. `top_logprobs` -1: no logprobs.
+    """
     table = slots.table_RxC[:, :context_pages]
     active_R = slots.remaining_R > 0
     cached_R = slots.length_R - 1
     proposal, token_ids = None, None
     block_RxQ = slots.anchor_R[:, None]
     if drafts:
+        prefixes, token_ids = view_pools(caches.draft, table, cached_R), weights.borrowed.token_ids_Vd
         proposal = propose(
-            models.drafter,
-            weights.drafter,
-            weights.borrowed,
-            slots.anchor_R,
-            view_pools(caches.draft, table, cached_R),
-            slots.carry,
-            slots.sampling,
-            models.sampler,
-            drafts,
-        )
-        token_ids = weights.borrowed.token_ids_Vd
+            models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefixes, slots.carry, slots.sampling,
+            models.sampler, drafts, draft_adjustment(models, slots, token_ids),
+        )  # fmt: skip
         block_RxQ = jnp.concatenate([block_RxQ, proposal.token_RxK], axis=1)
     count_R = jnp.where(active_R, drafts + 1, 0)
     rows = ragged_rows(count_R, cached_R, block_RxQ.size, drafts + 1)
     output = target_rows(models, weights, caches, table, block_RxQ[rows.slot_N, rows.offset_N], rows, cached_R)
-    logits = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
+    raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
+    logits = _adjust_rows(models, slots, raw, rows, block_RxQ)
     verdict = verify(logits, rows, proposal, token_ids, slots.sampling, models.sampler)
     emitted_RxQ, emitted_R, remaining_R = _emit(block_RxQ, verdict, slots, active_R)
     following = emitted_RxQ[rows.slot_N, rows.offset_N]
@@ -181,13 +201,45 @@ def decode_round(
         length_R=(slots.length_R + emitted_R).astype(jnp.int32),
         remaining_R=remaining_R.astype(jnp.int32),
         carry=carry,
+        adjust=slots.adjust.emitted(emitted_RxQ, emitted_R) if slots.adjust else (),
     )
     # A drafted token counts as accepted only if it was emitted: a stop or the limit may have cut it off.
-    return (
-        caches,
-        slots,
-        (emitted_RxQ, emitted_R, jnp.maximum(count_R - 1, 0), jnp.minimum(verdict.accepted_R, emitted_R)),
-    )
+    accepted_R = jnp.minimum(verdict.accepted_R, emitted_R)
+    logprobs = _logprobs(raw, rows, emitted_RxQ, top_logprobs) if top_logprobs >= 0 else ()
+    return caches, slots, (emitted_RxQ, emitted_R, jnp.maximum(count_R - 1, 0), accepted_R, logprobs)
+
+
+def draft_adjustment(models: Models, slots: Slots, token_ids_Vd: jax.Array) -> Callable[..., jax.Array]:
+    """What `propose` does to the draft logits of a step, given the tokens drafted before it."""
+    slot_R = jnp.arange(len(slots.anchor_R))
+
+    def adjust(logits_RxVd: jax.Array, drafted: list[jax.Array]) -> jax.Array:
+        if slots.adjust:
+            before = jnp.stack(drafted, axis=1) if drafted else jnp.zeros((len(slot_R), 0), jnp.int32)
+            stops = slots.sampling.stop_RxE
+            logits_RxVd = adjusted(logits_RxVd, slots.adjust, slot_R, before, stops, token_ids_Vd)
+        if models.num_tokens < models.target.config.vocab_size:
+            logits_RxVd = forbid_padding(logits_RxVd, models.num_tokens, token_ids_Vd)
+        return logits_RxVd
+
+    return adjust
+
+
+def _adjust_rows(models: Models, slots: Slots, logits_NxV: jax.Array, rows: Rows, block_RxQ: jax.Array) -> jax.Array:
+    """Each row's logits, adjusted by its slot's past and the drafts before it in the block."""
+    if slots.adjust:
+        drafted = jnp.where(jnp.arange(1, rows.block) <= rows.offset_N[:, None], block_RxQ[rows.slot_N, 1:], -1)
+        logits_NxV = adjusted(logits_NxV, slots.adjust, rows.slot_N, drafted, slots.sampling.stop_RxE)
+    return forbid_padding(logits_NxV, models.num_tokens)
+
+
+def _logprobs(logits_NxV: jax.Array, rows: Rows, token_RxQ: jax.Array, top: int) -> Logprobs:
+    """Log-probabilities `[R, Q]` of the emitted tokens, and the `top` likeliest ones."""
+    wide = logits_NxV.astype(jnp.promote_types(logits_NxV.dtype, jnp.float32))
+    total = jax.nn.logsumexp(wide, axis=-1)
+    row = jnp.clip(rows.first_R[:, None] + jnp.arange(token_RxQ.shape[1]), 0, len(total) - 1)
+    values, ids = jax.lax.top_k(wide, top)
+    return Logprobs(wide[row, token_RxQ] - total[row], ids[row], values[row] - total[row, None])
 
 
 def _emit(
@@ -211,7 +263,7 @@ def _emit(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("models", "active", "drafts", "context_pages", "rounds"),
+    static_argnames=("models", "active", "drafts", "context_pages", "rounds", "top_logprobs"),
     donate_argnames=("caches", "slots"),
 )
 def decode(
@@ -223,25 +275,25 @@ def decode(
     drafts: int,
     context_pages: int,
     rounds: int,
+    top_logprobs: int = -1,
 ) -> tuple[Caches, Slots, Emitted]:
     """Up to `rounds` rounds of the first `active` slots in one device loop; it ends early when all have ended."""
     used = jax.tree.map(lambda a: a[:active], slots)
-    zeros = jnp.zeros((rounds, active), jnp.int32)
-    outs = (jnp.zeros((rounds, active, drafts + 1), jnp.int32), zeros, zeros, zeros)
+    one_round = functools.partial(
+        decode_round, models, weights, drafts=drafts, context_pages=context_pages, top_logprobs=top_logprobs
+    )
+    shapes = jax.eval_shape(one_round, caches, used)[2]
+    outs = jax.tree.map(lambda a: jnp.zeros((rounds, *a.shape), a.dtype), shapes)
 
     def body(carry):
         done, caches, used, outs = carry
-        caches, used, out = decode_round(models, weights, caches, used, drafts, context_pages)
-        return (
-            done + 1,
-            caches,
-            used,
-            tuple(all_.at[done].set(one.astype(all_.dtype)) for all_, one in zip(outs, out, strict=True)),
-        )
+        caches, used, out = one_round(caches, used)
+        return done + 1, caches, used, jax.tree.map(lambda all_, one: all_.at[done].set(one), outs, out)
 
     def more(carry):
         return (carry[0] < rounds) & jnp.any(carry[2].remaining_R > 0)
 
     _, caches, used, outs = jax.lax.while_loop(more, body, (0, caches, used, outs))
     slots = jax.tree.map(lambda all_, part: all_.at[:active].set(part), slots, used)
-    return caches, slots, Emitted(*outs, used.remaining_R)
+    *numbers, logprobs = outs
+    return caches, slots, Emitted(*numbers, used.remaining_R, logprobs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import flax.struct
 import jax
@@ -14,41 +15,76 @@ from pallas_kernels.noise import Key, gumbel
 from pallas_kernels.warp import Warp
 
 SAMPLERS = ("rejection", "coupled")
+MAX_LOGPROBS = 20
+
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_WHOLES = ("top_k", "max_tokens", "min_tokens", "seed", "logprobs")
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `seed` None: drawn by the engine. Stop tokens are
-    the model's own end tokens (unless `ignore_eos`) and `stop_token_ids`; the one that ended a request is kept.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `seed` None: drawn by the engine. Penalties work as
+    in `transformers` (repetition: prompt and output) and in the OpenAI API (presence, frequency: output); `logit_bias`
+    maps token ids to what is added to their logits. Stop tokens are the model's own end tokens (unless `ignore_eos`)
+    and `stop_token_ids`; the one that ended a request is kept, while a `stop` string is in neither text nor tokens.
+    Neither ends an answer of fewer than `min_tokens`. `logprobs` n: the log-probability of every token under the
+    model's own distribution, and of the n likeliest ones beside it.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] | Mapping[int, float] = ()
     seed: int | None = None
     max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] | str = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name, kind in {"temperature": (int, float), "top_p": (int, float), "min_p": (int, float), "top_k": int,
-                           "max_tokens": int, "seed": (int, type(None))}.items():  # fmt: skip
-            if not isinstance(getattr(self, name), kind) or isinstance(getattr(self, name), bool):
-                raise UserError(f"{name}={getattr(self, name)!r}: it must be a number")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", tuple((int(token), float(value)) for token, value in bias))
+        for name in (*_REALS, *_WHOLES):
+            value, kinds = getattr(self, name), (int, float) if name in _REALS else int
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+                raise UserError(f"{name}={value!r}: it must be a {'' if name in _REALS else 'whole '}number")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise UserError(f"stop={stop!r}: every stop string must be a text of at least one character")
+        if not all(math.isfinite(value) for _, value in self.logit_bias):
+            raise UserError("logit_bias must hold finite numbers: -100 forbids a token")
         checks = {
-            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "a number of at least 0"),
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
             "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is off)"),
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {self.max_tokens}"),
+            "logprobs": (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
         }
         for name, (holds, what) in checks.items():
             if not holds:
                 raise UserError(f"{name}={getattr(self, name)!r}: it must be {what}")
+
+    @property
+    def adjusts(self) -> bool:
+        """True when the logits are to be changed before they are warped."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.min_tokens) != (
+            1.0, 0.0, 0.0, 0
+        ) or bool(self.logit_bias)  # fmt: skip
 
 
 @flax.struct.dataclass

@@ -1,6 +1,5 @@
 """What `bench` measures: steps, rounds and answers of a config's models."""
 
-import collections
 import dataclasses
 import functools
 import os
@@ -102,7 +101,7 @@ class FrozenBatch:
     def __init__(self, engine: Engine, prompts: list[list[int]]):
         self.engine, self.batch = engine, len(prompts)
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=engine.drafts + 1, ignore_eos=True)
-        engine.refill([], collections.deque(engine.requests(prompts, params)))
+        engine.fill(engine.requests(prompts, params))
         self.slots, self.next_tokens = engine.slots, []
         # As many pages as the engine itself would read when it streams, a round per dispatch.
         pages = engine.context_pages(CONTEXT + 2 * (engine.drafts + 1))

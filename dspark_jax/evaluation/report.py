@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,23 @@ def generation_report(completions: Sequence[Completion], seconds: float) -> dict
         **stats,
         "seconds": seconds,
         "tokens_per_second": stats["tokens"] / seconds if seconds > 0 else 0.0,
+        **_latency(completions),
         "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
     }
+
+
+def _latency(completions: Sequence[Completion]) -> dict[str, float]:
+    """Medians over requests: seconds until the first token (the queue included), and speed from there on.
+
+    Tokens of one dispatch arrive together, so the speed counts what came after the first dispatch's arrival.
+    """
+    answered = [c for c in completions if c.first_token_seconds is not None]
+    if not answered:
+        return {}
+    spans = [(len(c.token_ids), c.seconds - c.first_token_seconds) for c in answered if c.seconds is not None]
+    speeds = [tokens / span for tokens, span in spans if span > 0]
+    first = {"seconds_to_first_token": statistics.median(c.first_token_seconds for c in answered)}
+    return first | ({"tokens_per_second_per_user": statistics.median(speeds)} if speeds else {})
 
 
 def print_report(report: dict[str, Any], title: str, console: rich.console.Console | None = None) -> None:

@@ -238,6 +238,11 @@ class StreamDecoder:
         self._undecided += known
         return self._settle(final=False)
 
+    @property
+    def pending(self) -> bool:
+        """True while the last id ended inside a character."""
+        return bool(self._undecided) or bool(self._utf8.getstate()[0])
+
     def flush(self) -> str:
         """Ends the stream: returns what is left, with U+FFFD for an unfinished character."""
         if self._tokenizer.is_byte_level:

@@ -1,0 +1,24 @@
+"""What a dispatch brought back from the device, as the rounds of one request."""
+
+import numpy as np
+
+from dspark_jax.decoding.requests import Round, TokenLogprob
+from dspark_jax.decoding.round import Emitted
+
+
+def rounds_of(out: Emitted, slot: int, drafted: int, top: int | None) -> list[Round]:
+    """The rounds of a slot up to its end. `top`: how many likeliest tokens the request wants; None: no logprobs."""
+    rounds = []
+    for d in np.flatnonzero(out.count_DxR[:, slot]):
+        tokens = out.token_DxRxQ[d, slot, : out.count_DxR[d, slot]].tolist()
+        logprobs = [] if top is None else [_logprob(out, d, slot, i, token, top) for i, token in enumerate(tokens)]
+        numbers = (int(out.verified_DxR[d, slot]), int(out.accepted_DxR[d, slot]))
+        rounds.append(Round(tokens, drafted, *numbers, logprobs))
+    return rounds
+
+
+def _logprob(out: Emitted, d: int, slot: int, i: int, token: int, top: int) -> TokenLogprob:
+    at = (d, slot, i)
+    ids, values = out.logprobs.top_id_RxQxT[at][:top], out.logprobs.top_RxQxT[at][:top]
+    likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token, float(out.logprobs.token_RxQ[at]), likeliest)
