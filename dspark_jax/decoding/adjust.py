@@ -48,7 +48,7 @@ class Adjust:
         token_RxQ = jnp.where(jnp.arange(token_RxQ.shape[1]) < count_R[:, None], token_RxQ, vocab)
         return self.replace(
             count_RxV=self.count_RxV.at[slots, token_RxQ].add(1, mode="drop"),
-            missing_R=jnp.maximum(self.missing_R - count_R, 0),
+            missing_R=jnp.maximum(self.missing_R - count_R, 0).astype(jnp.int32),
         )
 
 

@@ -4,6 +4,7 @@ Forward passes only read it (`view`); `write` commits the accepted rows afterwar
 """
 
 import hashlib
+import itertools
 from collections.abc import Hashable, Sequence
 
 import flax.struct
@@ -80,53 +81,52 @@ class PageAllocator:
         self.total = pages
         self._free = list(range(pages - 1, -1, -1))
         self._users: dict[int, int] = {}  # page -> requests that hold it
-        self._filed: dict[Hashable, int] = {}  # key of a prefix -> its last page, least recently used first
+        self._filed: dict[Hashable, int] = {}  # key of a prefix -> its last page
         self._key_of: dict[int, Hashable] = {}
+        self._idle: dict[int, None] = {}  # filed pages that nobody holds, the first to be reused first
 
     @property
     def available(self) -> int:
         """Pages that a request could get now."""
-        return len(self._free) + sum(1 for page in self._key_of if page not in self._users)
+        return len(self._free) + len(self._idle)
 
     def take(self, count: int, shared: Sequence[int] = ()) -> list[int] | None:
         """`shared` pages and as many fresh ones as make `count`; None when too few are free."""
-        idle = sum(1 for page in shared if page not in self._users)
+        idle = sum(page in self._idle for page in shared)
         if count - len(shared) > self.available - idle:
             return None
         for page in shared:
+            self._idle.pop(page, None)
             self._users[page] = self._users.get(page, 0) + 1
         fresh = [self._fresh() for _ in range(count - len(shared))]
         self._users.update(dict.fromkeys(fresh, 1))
         return [*shared, *fresh]
 
     def _fresh(self) -> int:
-        if not self._free:
-            page = next(page for page in self._filed.values() if page not in self._users)
-            del self._filed[self._key_of.pop(page)]
-            return page
-        return self._free.pop()
+        if self._free:
+            return self._free.pop()
+        page = next(iter(self._idle))
+        del self._idle[page], self._filed[self._key_of.pop(page)]
+        return page
 
     def give(self, pages: Sequence[int]) -> None:
         """Takes a request's pages back; filed ones keep their rows."""
+        # Last page first: a prefix that loses its beginning cannot be found any more.
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:
                 del self._users[page]
-                if page not in self._key_of:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
                     self._free.append(page)
 
     def match(self, keys: Sequence[Hashable]) -> list[int]:
         """The filed pages of the longest known prefix. `keys`: one for each page of a prompt, in order."""
-        pages = []
-        for key in keys:
-            if key not in self._filed:
-                break
-            pages.append(self._filed[key])
-            self._filed[key] = self._filed.pop(key)  # most recently used
-        return pages
+        return [self._filed[key] for key in itertools.takewhile(self._filed.__contains__, keys)]
 
     def publish(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
-        """Files a request's full prompt pages, unless the same prefix is filed already."""
+        """Files full prompt pages that a request holds, unless the same prefix is filed already."""
         for key, page in zip(keys, pages, strict=True):
             if key not in self._filed and page not in self._key_of:
                 self._filed[key], self._key_of[page] = page, key

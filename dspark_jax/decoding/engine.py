@@ -12,15 +12,19 @@ import numpy as np
 
 from dspark_jax.decoding.adjust import Adjust
 from dspark_jax.decoding.caches import PageAllocator, empty_pools, prefix_keys
+from dspark_jax.decoding.load import Load
 from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, new_requests, prompt_token_ids
 from dspark_jax.decoding.results import rounds_of
 from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, empty_carry, prefill
 from dspark_jax.decoding.sampling import MAX_LOGPROBS, SAMPLERS, SamplingParams, SlotSampling
+from dspark_jax.decoding.schedule import Policy, SlotSchedule
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.eagle3 import Eagle3
-from dspark_jax.scheduling.scheduler import drafts_per_round
+from dspark_jax.scheduling.calibration import Temperatures
+from dspark_jax.scheduling.cost_model import CostTable
+from dspark_jax.scheduling.scheduler import Strategy, parse_strategy
 
 PREFILL_CHUNK = 128  # prompt tokens per slot and prefill program; chunks start at its multiples
 STOP_WIDTH = 8  # stop tokens a request may have
@@ -37,14 +41,29 @@ class _Dispatch:
 
     requests: list[Request]
     emitted: Emitted
+    size: tuple[int, int]  # slots and tokens of context that it was compiled for
+    drafts: int
+
+
+def _resolve(strategy: str, drafter: Drafter | None, cost_table: CostTable | None) -> Strategy:
+    """The strategy that a name means for these parts. "auto": by the costs where they are known, else whole blocks."""
+    block = drafter.config.num_drafts if drafter else 0
+    confident = bool(drafter) and getattr(drafter.config, "confidence", False)
+    if strategy == "auto":
+        strategy = "off" if not block else "load_aware" if cost_table and confident else f"fixed:{block}"
+    parsed = parse_strategy(strategy, block, confident)
+    if parsed.name in ("load_aware", "load_aware_async", "dcut") and cost_table is None:
+        raise UserError(f"strategy {strategy!r} needs a cost table: measure one with `python -m dspark_jax profile`")
+    return parsed
 
 
 class Engine:
     """Generates for many prompts at once, speculatively when it has a drafter. The output is the target's own.
 
     `max_slots` requests run together; `cache_tokens` rows of keys and values are shared by all of them (default: 1024
-    a slot). `max_length` bounds prompt and answer (default: the model's context). Raises UserError on parts that do
-    not fit together.
+    a slot). `max_length` bounds prompt and answer (default: the model's context). `cost_table`: what rounds cost here,
+    for the strategies that weigh it ("auto" then is "load_aware"); `temperatures`: the drafter's calibration. Raises
+    UserError on parts that do not fit together.
     """
 
     def __init__(
@@ -59,6 +78,8 @@ class Engine:
         cache_tokens: int | None = None,
         page_size: int = 16,
         rounds_per_dispatch: int = 4,
+        cost_table: CostTable | None = None,
+        temperatures: Temperatures | None = None,
     ):
         if sampler not in SAMPLERS:
             raise UserError(f"unknown sampler {sampler!r}: known are {', '.join(SAMPLERS)}")
@@ -66,8 +87,12 @@ class Engine:
             raise UserError("max_slots, page_size and rounds_per_dispatch must be at least 1")
         if drafter:
             check_fit(drafter.config, target)
-        self.drafts = drafts_per_round(strategy, drafter.config.num_drafts if drafter else 0)
-        drafter = drafter if self.drafts else None
+        self.policy = Policy(sampler, _resolve(strategy, drafter, cost_table))
+        kind = self.policy.strategy
+        drafter = None if kind.name == "off" else drafter
+        self.drafts = 0 if drafter is None else int(kind.value) if kind.name == "fixed" else drafter.config.num_drafts
+        self.load = Load(cost_table, parks=kind.name.startswith("load_aware")) if self.policy.needs_cost else None
+        self.temperatures = temperatures
         self.target = target.with_taps(drafter.config.tap_layers if drafter else ())
         self.max_slots, self.page_size, self.rounds = max_slots, page_size, rounds_per_dispatch
         self.max_length = min(max_length or target.config.max_length, target.config.max_length)
@@ -76,7 +101,7 @@ class Engine:
         tokens = target.config.vocab_size
         if target.tokenizer:
             tokens = min(tokens, target.tokenizer.vocab_size)
-        self.models = Models(self.target.module, drafter.module if drafter else None, sampler, tokens)
+        self.models = Models(self.target.module, drafter.module if drafter else None, tokens)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
         pool_sizes = (self.pages.total, page_size, target.dtype)
         draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if drafter else None
@@ -178,10 +203,12 @@ class Engine:
     def _collect(self, dispatch: _Dispatch) -> Iterator[tuple[Request, StreamEvent]]:
         """Reads a dispatch's tokens (waits for the device) and frees the pages of the requests that ended."""
         out: Emitted = jax.device_get(dispatch.emitted)
+        if self.load:
+            self.load.observe(dispatch.size, bool(dispatch.drafts), out, None)
         for slot, request in enumerate(dispatch.requests):
             if request.ended:  # by a stop string or from outside, while this dispatch was running
                 continue
-            event = request.take(rounds_of(out, slot, self.drafts, request.params.logprobs), self._now())
+            event = request.take(rounds_of(out, slot, dispatch.drafts, request.params.logprobs), self._now())
             if request.ended:
                 self._free(request)
             if event:
@@ -198,18 +225,23 @@ class Engine:
         ahead = 2 * rounds * (self.drafts + 1)
         longest = max(len(r.prompt_ids) + min(len(r.completion.token_ids) + ahead, r.max_tokens) for r in live)
         asked = max(-1 if r.params.logprobs is None else r.params.logprobs for r in live)
+        pages = self.context_pages(longest)
+        size = (active, pages * self.page_size)
+        drafts = self.drafts if self.load is None or self.load.drafts(size) else 0
         self.caches, self.slots, emitted = decode(
             self.models,
+            self.policy,
             self.weights,
             self.caches,
             self.slots,
+            self.load.cost(size) if self.load and drafts else None,
             active=active,
-            drafts=self.drafts,
-            context_pages=self.context_pages(longest),
+            drafts=drafts,
+            context_pages=pages,
             rounds=rounds,
             top_logprobs=asked if asked < 1 else self._top,
         )
-        return _Dispatch(list(live), emitted)
+        return _Dispatch(list(live), emitted, size, drafts)
 
     @property
     def _top(self) -> int:
@@ -230,7 +262,16 @@ class Engine:
         sampling = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], self.max_slots, axis=0), one)
         table = np.zeros((self.max_slots, min(width, self.pages.total)), np.int32)
         carry = empty_carry(self.models.drafter, self.max_slots, self.target.dtype)
-        return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, carry, sampling))
+        schedule = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], self.max_slots, axis=0), self._schedule(1.0))
+        return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, carry, sampling, (), schedule))
+
+    def _schedule(self, temperature: float) -> SlotSchedule | tuple[()]:
+        """A slot's entries for the scheduler: its drafter's calibration at the request's temperature."""
+        if not self.policy.scheduled:
+            return ()
+        known = self.temperatures
+        fitted = known.of(self.policy.sampler, temperature, self.drafts) if known else np.ones(self.drafts)
+        return SlotSchedule.of(fitted)
 
     def _compact(self, live: list[Request]) -> list[Request]:
         """Moves the requests that go on to the front; the other slots end."""
@@ -325,7 +366,9 @@ class Engine:
         sampling = SlotSampling.of(params, request.seed, request.stop_ids, STOP_WIDTH)
         numbers = (np.int32(ids[-1]), np.int32(len(ids)), np.int32(request.max_tokens))
         adjust = Adjust.of(params, ids, self.target.config.vocab_size) if self.slots.adjust else ()
-        return Slots(*numbers, self._table_row(request), request.carry, sampling, adjust)
+        return Slots(
+            *numbers, self._table_row(request), request.carry, sampling, adjust, self._schedule(params.temperature)
+        )
 
     def _table_row(self, request: Request) -> np.ndarray:
         row = np.zeros(self.slots.table_RxC.shape[1], np.int32)

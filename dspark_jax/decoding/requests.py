@@ -1,6 +1,7 @@
 """Requests and completions: what goes into the engine and what comes out, on the host."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.stops import StopText
 from dspark_jax.errors import UserError
-from dspark_jax.interop.tokenizer import StreamDecoder, Tokenizer
+from dspark_jax.interop.tokenizer import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
@@ -95,7 +96,7 @@ class Request:
         """Makes a queued request ready to run."""
         self.prompt_ids, self.seed, self.max_tokens, self.stop_ids = ids, seed, max_tokens, stop_ids
         if tokenizer:
-            self._text = StopText(StreamDecoder(tokenizer), self.params.stop)
+            self._text = StopText(tokenizer, self.params.stop)
         if self.params.logprobs is not None:
             self.completion.logprobs = []
 
@@ -132,13 +133,13 @@ class Request:
         self._emitted[-1] += 1
         if done.logprobs is not None:
             done.logprobs.append(logprob)
-        searching = len(done.token_ids) >= self.params.min_tokens
+        searching = len(done.token_ids) > self.params.min_tokens
         shown = self._text.push(token, searching) if self._text else ""
         last = token in self.stop_ids or len(done.token_ids) >= self.max_tokens
         if self._text and last and not self._text.stopped:
             shown += self._text.flush(searching)
         if self._text and self._text.stopped:
-            self._cut(self._text.settled)
+            self._cut(self._text.kept())
             done.finish_reason = "stop"
         elif last:
             done.finish_reason = "stop" if token in self.stop_ids else "length"
@@ -188,23 +189,43 @@ def prompt_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: in
     """Token ids of a prompt: a string (one user turn), chat messages, or ids as they are.
 
     A string is wrapped in the chat template where the model has one. Raises UserError on an empty prompt, on text for
-    a model without a tokenizer, and on ids outside the vocabulary.
+    a model without a tokenizer, on ids outside the vocabulary, and on anything else.
     """
-    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+    if isinstance(prompt, str) or _is_chat(prompt):
         if tokenizer is None:
             raise UserError("this model has no tokenizer: give prompts as lists of token ids")
         if isinstance(prompt, str) and not prompt.strip():
             raise UserError("empty prompt: give at least one word")
-        if isinstance(prompt, str) and not tokenizer.chat_template:
-            ids = tokenizer.encode(prompt, add_special_tokens=True)
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            ids = tokenizer.chat_ids(messages)
+        ids = _text_ids(prompt, tokenizer)
     else:
-        ids = [int(i) for i in prompt]
+        ids = _as_ids(prompt)
     if not ids:
         raise UserError("empty prompt: it has no tokens")
     bad = next((i for i in ids if not 0 <= i < vocab_size), None)
     if bad is not None:
         raise UserError(f"prompt token {bad} is outside the model's vocabulary of {vocab_size}")
     return ids
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(item, Mapping) for item in prompt)
+
+
+def _text_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    try:
+        if isinstance(prompt, str) and not tokenizer.chat_template:
+            return tokenizer.encode(prompt, add_special_tokens=True)
+        return tokenizer.chat_ids([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
+    except TypeError:  # half of a surrogate pair, which JSON can spell
+        raise UserError("this prompt has characters that are no Unicode text: mend or drop them") from None
+
+
+def _as_ids(prompt: Prompt) -> list[int]:
+    try:
+        if isinstance(prompt, (Mapping, bytes)):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise UserError(
+            "this prompt is of no known kind: give a text, a list of chat messages or a list of token ids"
+        ) from None

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 
 from dspark_jax.decoding.adjust import Adjust, adjusted, forbid_padding
 from dspark_jax.decoding.caches import Pools, view_pools, write_pools
-from dspark_jax.decoding.draft import propose
+from dspark_jax.decoding.draft import Proposal, propose
 from dspark_jax.decoding.sampling import SlotSampling
+from dspark_jax.decoding.schedule import Policy, SlotSchedule, plan
 from dspark_jax.decoding.verify import Verdict, verify
 from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
-from dspark_jax.models.layers import Params
+from dspark_jax.models.layers import KeysValues, Params
 from dspark_jax.models.target import Decoder, DecoderOutput
+from dspark_jax.scheduling.scheduler import RoundCost
 from pallas_kernels.ragged_attention import Rows, ragged_rows
 
 
@@ -31,7 +33,6 @@ class Models:
 
     target: Decoder
     drafter: DSpark | Eagle3 | None
-    sampler: str
     num_tokens: int
 
 
@@ -63,6 +64,7 @@ class Slots:
     carry: Any  # what its drafter keeps of the row before the anchor, `[R, ...]`
     sampling: SlotSampling
     adjust: Adjust | tuple[()] = ()  # of the logits; `()` while no running request asks for any
+    schedule: SlotSchedule | tuple[()] = ()  # `()` without a scheduler
 
 
 @flax.struct.dataclass
@@ -82,6 +84,7 @@ class Emitted:
     count_DxR: jax.Array  # emitted tokens; 0 once a request has ended
     verified_DxR: jax.Array  # drafts that were verified
     accepted_DxR: jax.Array  # drafts that were accepted and emitted
+    rows_D: jax.Array  # rows of the target's step, padding included; 0: the round was not needed
     remaining_R: jax.Array  # after the dispatch
     logprobs: Logprobs | tuple[()]  # `[D, ...]`; `()` when nobody asked
 
@@ -100,33 +103,50 @@ def target_rows(
     return models.target.apply({"params": weights.target}, token_N, rows.position_N, attend)
 
 
-def commit(
+@flax.struct.dataclass
+class FreshRows:
+    """What a step computed for the caches: keys and values of all its rows, to be written for those that count."""
+
+    target: tuple[KeysValues, ...]
+    draft: tuple[KeysValues, ...]
+    carry: Any
+
+    def padded(self, num_rows: int) -> "FreshRows":
+        """With rows up to `num_rows`: steps over different numbers of rows then look alike."""
+        pad = lambda a: jnp.pad(a, ((0, 0), (0, num_rows - a.shape[1]), (0, 0), (0, 0)))  # noqa: E731
+        return self.replace(target=jax.tree.map(pad, self.target), draft=jax.tree.map(pad, self.draft))
+
+
+def fresh_rows(
     models: Models,
     weights: Weights,
-    caches: Caches,
-    table_RxC: jax.Array,
     output: DecoderOutput,
     rows: Rows,
     keep_R: jax.Array,
     next_token_N: jax.Array,
     carry: Any,
-) -> tuple[Caches, Any]:
-    """Writes the first `keep_R` rows of each slot: the target's keys and values, and the drafter's, made from the taps.
+) -> FreshRows:
+    """The target's keys and values, and the drafter's, made from the taps; each slot keeps its first `keep_R` rows.
 
-    `next_token_N`: the token after each row to keep. Returns the caches and the slots' new carry.
+    `next_token_N`: the token after each row to keep.
     """
-    keep_N = rows.offset_N < keep_R[rows.slot_N]
-    target = write_pools(caches.target, output.kv, table_RxC, rows, keep_N)
     if models.drafter is None:
-        return Caches(target, None), carry
+        return FreshRows(output.kv, (), carry)
     variables, module = {"params": weights.drafter}, type(models.drafter)
-    kv = models.drafter.apply(
+    draft = models.drafter.apply(
         variables, output.taps_NxMH, rows.position_N, next_token_N, weights.borrowed, method=module.context
     )
-    last_R = jnp.clip(rows.first_R + keep_R - 1, 0, len(keep_N) - 1)
+    last_R = jnp.clip(rows.first_R + keep_R - 1, 0, len(rows.slot_N) - 1)
     fresh = models.drafter.apply(variables, output.taps_NxMH[last_R], method=module.carry)
     carry = jax.tree.map(lambda new, old: jnp.where(keep_R[:, None] > 0, new, old), fresh, carry)
-    return Caches(target, write_pools(caches.draft, kv, table_RxC, rows, keep_N)), carry
+    return FreshRows(output.kv, draft, carry)
+
+
+def commit(caches: Caches, fresh: FreshRows, table_RxC: jax.Array, rows: Rows, keep_R: jax.Array) -> Caches:
+    """Writes the first `keep_R` rows of each slot and drops the others."""
+    keep_N = rows.offset_N < keep_R[rows.slot_N]
+    draft = write_pools(caches.draft, fresh.draft, table_RxC, rows, keep_N) if caches.draft else caches.draft
+    return Caches(write_pools(caches.target, fresh.target, table_RxC, rows, keep_N), draft)
 
 
 def empty_carry(drafter: DSpark | Eagle3 | None, slots: int, dtype: jnp.dtype) -> Any:
@@ -158,55 +178,107 @@ def prefill(
     table = table_RxC[:, :context_pages]
     output = target_rows(models, weights, caches, table, token_RxQ[rows.slot_N, rows.offset_N], rows, start_R)
     following = next_token_RxQ[rows.slot_N, rows.offset_N]
-    return commit(models, weights, caches, table_RxC, output, rows, count_R, following, carry)
+    fresh = fresh_rows(models, weights, output, rows, count_R, following, carry)
+    return commit(caches, fresh, table_RxC, rows, count_R), fresh.carry
+
+
+@flax.struct.dataclass
+class Outcome:
+    """What a verified block comes to."""
+
+    token_RxQ: jax.Array
+    count_R: jax.Array  # emitted tokens
+    accepted_R: jax.Array
+    remaining_R: jax.Array
+    fresh: FreshRows
+    logprobs: Logprobs | tuple[()]
 
 
 def decode_round(
     models: Models,
+    policy: Policy,
     weights: Weights,
     caches: Caches,
     slots: Slots,
+    cost: RoundCost | None = None,
+    *,
     drafts: int,
     context_pages: int,
     top_logprobs: int = -1,
 ) -> tuple[Caches, Slots, tuple[Any, ...]]:
     """One round of every slot with `drafts` drafted tokens each. Slots that have ended take part in nothing.
 
-    The third result is what the round emitted, in the order of `Emitted`. `top_logprobs` -1: no logprobs.
+    `cost`: what the scheduler weighs, for policies that need it. The third result is what the round emitted, in the
+    order of `Emitted`. `top_logprobs` -1: no logprobs.
     """
     table = slots.table_RxC[:, :context_pages]
-    active_R = slots.remaining_R > 0
-    cached_R = slots.length_R - 1
-    proposal, token_ids = None, None
-    block_RxQ = slots.anchor_R[:, None]
+    active_R, cached_R = slots.remaining_R > 0, slots.length_R - 1
+    block_RxQ, proposal, schedule = slots.anchor_R[:, None], None, slots.schedule
+    sizes, bucket, length_R = policy.buckets(len(cached_R), drafts), 0, jnp.where(active_R, drafts, 0)
     if drafts:
         prefixes, token_ids = view_pools(caches.draft, table, cached_R), weights.borrowed.token_ids_Vd
         proposal = propose(
             models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefixes, slots.carry, slots.sampling,
-            models.sampler, drafts, draft_adjustment(models, slots, token_ids),
+            policy.sampler, drafts, draft_adjustment(models, slots, token_ids),
         )  # fmt: skip
         block_RxQ = jnp.concatenate([block_RxQ, proposal.token_RxK], axis=1)
-    count_R = jnp.where(active_R, drafts + 1, 0)
-    rows = ragged_rows(count_R, cached_R, block_RxQ.size, drafts + 1)
-    output = target_rows(models, weights, caches, table, block_RxQ[rows.slot_N, rows.offset_N], rows, cached_R)
-    raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
-    logits = _adjust_rows(models, slots, raw, rows, block_RxQ)
-    verdict = verify(logits, rows, proposal, token_ids, slots.sampling, models.sampler)
-    emitted_RxQ, emitted_R, remaining_R = _emit(block_RxQ, verdict, slots, active_R)
-    following = emitted_RxQ[rows.slot_N, rows.offset_N]
-    caches, carry = commit(models, weights, caches, slots.table_RxC, output, rows, emitted_R, following, slots.carry)
-    last = jnp.take_along_axis(emitted_RxQ, jnp.maximum(emitted_R - 1, 0)[:, None], axis=1)[:, 0]
+        if policy.scheduled:
+            chosen = plan(policy, schedule, proposal, slots.sampling.warp.temperature == 0, active_R, cost)
+            length_R, bucket, schedule = chosen.length_R, chosen.bucket, chosen.schedule
+    count_R = jnp.where(active_R, length_R + 1, 0)
+    step = functools.partial(
+        _verified, models, policy, weights, caches, slots, table, block_RxQ, proposal, count_R, top_logprobs
+    )
+    steps = [functools.partial(step, num_rows=rows, padded=sizes[-1]) for rows in sizes]
+    out: Outcome = jax.lax.switch(bucket, steps) if len(steps) > 1 else steps[0]()
+    rows = ragged_rows(count_R, cached_R, sizes[-1], drafts + 1)
+    caches = commit(caches, out.fresh, slots.table_RxC, rows, out.count_R)
+    last = jnp.take_along_axis(out.token_RxQ, jnp.maximum(out.count_R - 1, 0)[:, None], axis=1)[:, 0]
     slots = slots.replace(
         anchor_R=jnp.where(active_R, last, slots.anchor_R).astype(jnp.int32),
-        length_R=(slots.length_R + emitted_R).astype(jnp.int32),
-        remaining_R=remaining_R.astype(jnp.int32),
-        carry=carry,
-        adjust=slots.adjust.emitted(emitted_RxQ, emitted_R) if slots.adjust else (),
+        length_R=(slots.length_R + out.count_R).astype(jnp.int32),
+        remaining_R=out.remaining_R.astype(jnp.int32),
+        carry=out.fresh.carry,
+        adjust=slots.adjust.emitted(out.token_RxQ, out.count_R) if slots.adjust else (),
+        schedule=schedule,
     )
     # A drafted token counts as accepted only if it was emitted: a stop or the limit may have cut it off.
-    accepted_R = jnp.minimum(verdict.accepted_R, emitted_R)
-    logprobs = _logprobs(raw, rows, emitted_RxQ, top_logprobs) if top_logprobs >= 0 else ()
-    return caches, slots, (emitted_RxQ, emitted_R, jnp.maximum(count_R - 1, 0), accepted_R, logprobs)
+    accepted_R, verified_R = jnp.minimum(out.accepted_R, out.count_R), jnp.maximum(count_R - 1, 0)
+    rows_run = jnp.asarray(sizes, jnp.int32)[bucket]
+    return caches, slots, (out.token_RxQ, out.count_R, verified_R, accepted_R, rows_run, out.logprobs)
+
+
+def _verified(
+    models: Models,
+    policy: Policy,
+    weights: Weights,
+    caches: Caches,
+    slots: Slots,
+    table_RxC: jax.Array,
+    block_RxQ: jax.Array,
+    proposal: Proposal | None,
+    count_R: jax.Array,
+    top_logprobs: int,
+    *,
+    num_rows: int,
+    padded: int,
+) -> Outcome:
+    """The target over `num_rows` rows, which hold the first `count_R` tokens of every block, and its verdict.
+
+    Reads the caches and writes nothing, so that a switch over row counts copies nothing (DESIGN rule 3).
+    """
+    rows = ragged_rows(count_R, slots.length_R - 1, num_rows, block_RxQ.shape[1])
+    token_N = block_RxQ[rows.slot_N, rows.offset_N]
+    output = target_rows(models, weights, caches, table_RxC, token_N, rows, slots.length_R - 1)
+    raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
+    logits = _adjust_rows(models, slots, raw, rows, block_RxQ)
+    token_ids = weights.borrowed.token_ids_Vd if proposal is not None else None
+    verdict = verify(logits, rows, proposal, token_ids, slots.sampling, policy.sampler)
+    token_RxQ, emitted_R, remaining_R = _emit(block_RxQ, verdict, slots, slots.remaining_R > 0)
+    following = token_RxQ[rows.slot_N, rows.offset_N]
+    fresh = fresh_rows(models, weights, output, rows, emitted_R, following, slots.carry)
+    logprobs = _logprobs(raw, rows, token_RxQ, top_logprobs) if top_logprobs >= 0 else ()
+    return Outcome(token_RxQ, emitted_R, verdict.accepted_R, remaining_R, fresh.padded(padded), logprobs)
 
 
 def draft_adjustment(models: Models, slots: Slots, token_ids_Vd: jax.Array) -> Callable[..., jax.Array]:
@@ -263,14 +335,17 @@ def _emit(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("models", "active", "drafts", "context_pages", "rounds", "top_logprobs"),
+    static_argnames=("models", "policy", "active", "drafts", "context_pages", "rounds", "top_logprobs"),
     donate_argnames=("caches", "slots"),
 )
 def decode(
     models: Models,
+    policy: Policy,
     weights: Weights,
     caches: Caches,
     slots: Slots,
+    cost: RoundCost | None = None,
+    *,
     active: int,
     drafts: int,
     context_pages: int,
@@ -279,9 +354,11 @@ def decode(
 ) -> tuple[Caches, Slots, Emitted]:
     """Up to `rounds` rounds of the first `active` slots in one device loop; it ends early when all have ended."""
     used = jax.tree.map(lambda a: a[:active], slots)
-    one_round = functools.partial(
-        decode_round, models, weights, drafts=drafts, context_pages=context_pages, top_logprobs=top_logprobs
-    )
+    sizes = {"drafts": drafts, "context_pages": context_pages, "top_logprobs": top_logprobs}
+
+    def one_round(caches, used):
+        return decode_round(models, policy, weights, caches, used, cost, **sizes)
+
     shapes = jax.eval_shape(one_round, caches, used)[2]
     outs = jax.tree.map(lambda a: jnp.zeros((rounds, *a.shape), a.dtype), shapes)
 

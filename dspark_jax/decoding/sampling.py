@@ -1,8 +1,8 @@
 """What a request asks of the sampler, as host values and as per-slot arrays, and plain sampling."""
 
 import dataclasses
-import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 
 import flax.struct
 import jax
@@ -19,6 +19,9 @@ MAX_LOGPROBS = 20
 
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WHOLES = ("top_k", "max_tokens", "min_tokens", "seed", "logprobs")
+_LARGEST = 1e6  # of temperatures, penalties and biases: float32 holds what they make of any logit
+_RANGE = f"between {1 / _LARGEST:g} and {_LARGEST:g}"
+_INT32 = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,30 +53,28 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", tuple((int(token), float(value)) for token, value in bias))
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in (*_REALS, *_WHOLES):
-            value, kinds = getattr(self, name), (int, float) if name in _REALS else int
+            value, real = getattr(self, name), name in _REALS
             if value is None and name in ("seed", "logprobs"):
                 continue
-            if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
-                raise UserError(f"{name}={value!r}: it must be a {'' if name in _REALS else 'whole '}number")
-        if not all(isinstance(text, str) and text for text in stop):
-            raise UserError(f"stop={stop!r}: every stop string must be a text of at least one character")
-        if not all(math.isfinite(value) for _, value in self.logit_bias):
-            raise UserError("logit_bias must hold finite numbers: -100 forbids a token")
+            if not isinstance(value, (int, float) if real else int) or isinstance(value, bool) or value != value:
+                raise UserError(f"{name}={value!r}: it must be a {'' if real else 'whole '}number")
+        small, large = 1 / _LARGEST, _LARGEST
         checks = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "temperature": (self.temperature == 0 or small <= self.temperature <= large, f"0 (greedy) or {_RANGE}"),
             "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p < 1, "at least 0 and below 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is off)"),
+            "repetition_penalty": (small <= self.repetition_penalty <= large, f"{_RANGE} (1 is off)"),
+            "presence_penalty": (abs(self.presence_penalty) <= large, f"at most {large:g} in size"),
+            "frequency_penalty": (abs(self.frequency_penalty) <= large, f"at most {large:g} in size"),
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {self.max_tokens}"),
             "logprobs": (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
         }
         for name, (holds, what) in checks.items():
             if not holds:
@@ -85,6 +86,35 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.min_tokens) != (
             1.0, 0.0, 0.0, 0
         ) or bool(self.logit_bias)  # fmt: skip
+
+
+def _stop_strings(stop: Sequence[str] | str | None) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else stop or ()
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f"stop={stop!r}: it must be texts of at least one character")
+    return tuple(texts)
+
+
+def _stop_tokens(stop_token_ids: Sequence[int] | None) -> tuple[int, ...]:
+    try:
+        ids = tuple(operator.index(token) for token in (() if stop_token_ids is None else stop_token_ids))
+    except TypeError:
+        ids = (-1,)
+    if not all(0 <= token < _INT32 for token in ids):
+        raise UserError(f"stop_token_ids={stop_token_ids!r}: they must be token ids")
+    return ids
+
+
+def _biases(logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias. JSON has texts for the ids."""
+    pairs = logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias or ()
+    try:
+        biases = tuple((int(token), float(value)) for token, value in pairs)
+    except (TypeError, ValueError, OverflowError):
+        biases = ((0, float("nan")),)
+    if not all(abs(value) <= _LARGEST for _, value in biases):
+        raise UserError(f"logit_bias={logit_bias!r}: it must map token ids to numbers of at most {_LARGEST:g} in size")
+    return biases
 
 
 @flax.struct.dataclass
@@ -99,7 +129,10 @@ class SlotSampling:
     def of(cls, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], width: int) -> "SlotSampling":
         """One slot's entries (scalars, stop ids `[width]`). A seed is 64 bits: two words of the key."""
         warp = Warp(
-            np.float32(params.temperature), np.int32(params.top_k), np.float32(params.top_p), np.float32(params.min_p)
+            np.float32(params.temperature),
+            np.int32(min(params.top_k, _INT32 - 1)),
+            np.float32(params.top_p),
+            np.float32(params.min_p),
         )
         words = (np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF))
         stops = np.full(width, -1, np.int32)

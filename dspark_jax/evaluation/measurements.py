@@ -17,6 +17,7 @@ from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.requests import Completion, Prompt
 from dspark_jax.decoding.round import Caches, Models, Slots, Weights, decode, prefill, target_rows
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.schedule import Policy
 from dspark_jax.demo import demo_prompts
 from dspark_jax.errors import UserError
 from dspark_jax.evaluation.metrics import round_stats
@@ -114,7 +115,14 @@ class FrozenBatch:
 
         def call():
             engine.caches, _, emitted = decode(
-                engine.models, engine.weights, engine.caches, slots, active=self.batch, rounds=1, **self.shape
+                engine.models,
+                engine.policy,
+                engine.weights,
+                engine.caches,
+                slots,
+                active=self.batch,
+                rounds=1,
+                **self.shape,
             )
             self.next_tokens = jax.device_get(emitted).token_DxRxQ[0, :, 0].tolist()
 
@@ -123,12 +131,13 @@ class FrozenBatch:
     def alone(self, part: Callable[..., Any]) -> float:
         """Seconds of one part of the round, on the same caches and slots."""
         engine = self.engine
-        return seconds(lambda: part(engine.models, engine.weights, engine.caches, self.slots, **self.shape))
+        models = (engine.models, engine.policy)
+        return seconds(lambda: part(*models, engine.weights, engine.caches, self.slots, **self.shape))
 
 
-@functools.partial(jax.jit, static_argnames=("models", "drafts", "context_pages"))
+@functools.partial(jax.jit, static_argnames=("models", "policy", "drafts", "context_pages"))
 def target_forward(
-    models: Models, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
+    models: Models, policy: Policy, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
 ) -> tuple[jax.Array, Any]:
     """The target's forward of a round: its rows through decoder and head. Taps are the drafter's need, so left out."""
     plain = dataclasses.replace(models, target=Decoder(models.target.config), drafter=None)
@@ -140,14 +149,14 @@ def target_forward(
     return logits, output.kv
 
 
-@functools.partial(jax.jit, static_argnames=("models", "drafts", "context_pages"))
+@functools.partial(jax.jit, static_argnames=("models", "policy", "drafts", "context_pages"))
 def drafting(
-    models: Models, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
+    models: Models, policy: Policy, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
 ) -> Proposal:
     """The proposal of a round alone."""
     prefixes = view_pools(caches.draft, slots.table_RxC[:, :context_pages], slots.length_R - 1)
     parts = (models.drafter, weights.drafter, weights.borrowed)
-    return propose(*parts, slots.anchor_R, prefixes, slots.carry, slots.sampling, models.sampler, drafts)
+    return propose(*parts, slots.anchor_R, prefixes, slots.carry, slots.sampling, policy.sampler, drafts)
 
 
 def compiled_programs() -> int:

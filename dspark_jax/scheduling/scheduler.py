@@ -6,6 +6,7 @@ target's step runs, and always one of the buckets that a program was compiled fo
 All functions of arrays run inside jit, with static shapes, and take NumPy arrays too.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -156,11 +157,15 @@ class Budget(NamedTuple):
 
 
 def row_buckets(slots: int, block: int) -> tuple[int, ...]:
-    """Budgets of `slots` slots: doubled from the anchors alone up to every draft, which is always the last."""
-    most, rows = slots * (block + 1), [slots]
-    while rows[-1] < most:
-        rows.append(min(2 * rows[-1], most))
-    return tuple(rows)
+    """Budgets of `slots` slots, from the anchors alone up to every draft: 1, 1.5, 2, 3, 4, 6, 8, .. rows a slot.
+
+    Where a step's time grows with its rows, a bucket's empty rows are paid for: at most a third of them are.
+    """
+    most, rows, size = slots * (block + 1), [slots], slots
+    while size < most:
+        rows += [min(math.ceil(1.5 * size), most), min(2 * size, most)]
+        size *= 2
+    return tuple(dict.fromkeys(rows))
 
 
 def bucket_of(rows: jax.Array | int, rows_J: jax.Array) -> jax.Array:
