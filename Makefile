@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-interop lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m dspark_jax demo --config=configs/smollm2_135m.py
@@ -12,6 +12,10 @@ test: .venv/installed-test lint
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+# Exports, proved by PyTorch's speculators, in an environment of its own: it holds other packages back.
+test-interop: .venv-interop/installed
+	.venv-interop/bin/python -m pytest tests/interop/test_export_speculators.py
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -28,5 +32,10 @@ lint: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	touch $@
 
+.venv-interop/installed: requirements.txt requirements-test.txt requirements-interop.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-interop.txt
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .venv-interop .pytest_cache .ruff_cache

@@ -16,16 +16,24 @@ def get_base() -> ConfigDict:
     c.target.dtype = ""  # "": float32 on CPU, bfloat16 elsewhere
 
     c.drafter = ConfigDict()
+    c.drafter.kind = "block"  # "block": DSpark, DFlash, Domino; "eagle3"
     c.drafter.num_layers = 5
-    c.drafter.block_size = 7
-    c.drafter.tap_layers = (1, 9, 17, 25, 33)
-    c.drafter.mask_token = ""  # an unused special token of the target's tokenizer
+    c.drafter.tap_layers = (1, 9, 17, 25, 33)  # whose outputs the drafter reads; -1 is the embedding
     c.drafter.draft_vocab_size = 0  # 0: the target's vocabulary; else its most frequent tokens in the answers
-    c.drafter.markov_rank = 256
-    c.drafter.head_type = "vanilla"
-    c.drafter.confidence = True
-    c.drafter.confidence_with_markov = True
     c.drafter.rope_rounded = False  # rotary frequencies rounded to bfloat16, as DeepSpec's trainer has them
+    # Block drafters:
+    c.drafter.block_size = 7  # inputs, the anchor among them
+    c.drafter.logits_start = 0  # 0: the anchor's slot predicts; 1: it only conditions, and a block drafts one less
+    c.drafter.mask_token = ""  # an unused special token of the target's tokenizer
+    c.drafter.mask_token_id = -1  # or its id, which may lie behind the tokenizer's own tokens; -1: by name
+    c.drafter.markov_rank = 256  # width of the in-block head's factor; 0: no head (DFlash)
+    c.drafter.head_type = "vanilla"  # "gated", "rnn", "domino"
+    c.drafter.gru_width = 1024  # Domino's state
+    c.drafter.pure_prefix = 1  # the first drafts that Domino leaves to the backbone
+    c.drafter.confidence = True
+    c.drafter.confidence_with_markov = True  # reads the Markov table too, where the head has one
+    # Eagle3:
+    c.drafter.ttt_length = 7  # tokens drafted in a round, and steps unrolled in training
 
     c.data = ConfigDict()
     c.data.prompts = ""  # JSONL of prompts; "": the target writes them itself
@@ -50,6 +58,8 @@ def get_base() -> ConfigDict:
     c.train.l1_weight = 0.9
     c.train.confidence_weight = 1.0
     c.train.decay_gamma = 4.0  # slot k weighs exp(-k / gamma)
+    c.train.curriculum = 0.0  # part of the run over which CE moves from the backbone's logits to the head's (Domino)
+    c.train.step_decay = 0.8  # step t of Eagle3's training-time test weighs step_decay ** t
     c.train.keep_features = (
         False  # keep the target's features in host memory over the epochs (see training/features.py)
     )

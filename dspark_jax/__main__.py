@@ -10,6 +10,9 @@ from dspark_jax.errors import UserError
 COMMANDS = {
     "doctor": ("dspark_jax.doctor", "what is installed, what JAX sees, and whether target and drafter fit together"),
     "bench": ("dspark_jax.evaluation.bench", "times of steps and rounds as ratios, measured against transformers"),
+    "export": ("dspark_jax.export", "writes the drafter as the checkpoint that DeepSpec, vLLM, SGLang or others load"),
+    "profile": ("dspark_jax.profile", "measures what rounds cost here, for the scheduler"),
+    "calibrate": ("dspark_jax.calibrate", "fits the confidence head's temperatures on held-out prompts"),
     "demo": ("dspark_jax.demo", "plain and speculative decoding side by side on a few prompts"),
 }
 
@@ -28,7 +31,7 @@ def main(argv: list[str]) -> None:
 
 def usage() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(["usage: python -m dspark_jax COMMAND --config=FILE [--help]", "", *lines])
 
 

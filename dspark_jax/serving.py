@@ -12,6 +12,7 @@ from dspark_jax.data.conversations import PromptRow, read_prompts
 from dspark_jax.data.generate import seed_of
 from dspark_jax.data.jsonl import ResumableJsonl
 from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.profiling import drafter_fingerprint, stamp_of
 from dspark_jax.decoding.requests import Completion
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
@@ -19,6 +20,9 @@ from dspark_jax.evaluation.report import environment, generation_report, write_j
 from dspark_jax.interop.drafter_io import Drafter, load_drafter
 from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.progress import Progress
+from dspark_jax.scheduling.calibration import FILE_NAME as TEMPERATURES
+from dspark_jax.scheduling.calibration import load_temperatures
+from dspark_jax.scheduling.cost_model import load_table
 
 
 def load_models(config: ConfigDict) -> tuple[Target, Drafter | None]:
@@ -36,7 +40,16 @@ def make_engine(config: ConfigDict, target: Target, drafter: Drafter | None, **o
         "max_slots": s.max_slots,
         "max_length": s.max_length or None,
     }
+    if drafter and "cost_table" not in overrides and cost_table_path(config).exists():
+        options["cost_table"] = load_table(cost_table_path(config), stamp_of(target, drafter))
+    if drafter and (Path(s.drafter) / TEMPERATURES).exists():
+        options["temperatures"] = load_temperatures(s.drafter, drafter_fingerprint(drafter))
     return Engine(target, drafter, **(options | overrides))
+
+
+def cost_table_path(config: ConfigDict) -> Path:
+    """Where `profile` writes the cost table of a config, and where it is looked for."""
+    return Path(config.serve.cost_table or Path(config.workdir) / "costs.json")
 
 
 def sampling_params(config: ConfigDict, row: PromptRow) -> SamplingParams:

@@ -10,7 +10,8 @@ import pytest
 from configs.base import get_base
 from dspark_jax.door import run_door
 from dspark_jax.errors import UserError
-from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter, save_drafter
+from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
+from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.serving import serve_file, stream_prompt
 from dspark_jax.training.loop import new_drafter_config

@@ -62,7 +62,8 @@ def adjusted(
 ) -> jax.Array:
     """Logits of rows whose slots have drafted `drafted_NxJ` since (-1: nothing).
 
-    `token_ids_V`: target ids of a reduced vocabulary. Order as in `transformers`: penalties, bias, minimum of tokens.
+    `token_ids_V`: target ids of a reduced vocabulary. In this order: repetition, presence and frequency penalty, bias,
+    minimum of tokens (`transformers`, too, has the penalties before the minimum).
     """
     vocab, row = adjust.count_RxV.shape[1], jnp.arange(len(slot_N))[:, None]
 

@@ -125,6 +125,11 @@ class PageAllocator:
         """The filed pages of the longest known prefix. `keys`: one for each page of a prompt, in order."""
         return [self._filed[key] for key in itertools.takewhile(self._filed.__contains__, keys)]
 
+    def forget(self) -> None:
+        """Unfiles all prefixes: their rows are about to be overwritten. Only while nobody holds a page."""
+        self._free += self._key_of
+        self._filed, self._key_of = {}, {}
+
     def publish(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
         """Files full prompt pages that a request holds, unless the same prefix is filed already."""
         for key, page in zip(keys, pages, strict=True):

@@ -13,6 +13,7 @@ import numpy as np
 from dspark_jax.decoding.adjust import Adjust
 from dspark_jax.decoding.caches import PageAllocator, empty_pools, prefix_keys
 from dspark_jax.decoding.load import Load
+from dspark_jax.decoding.profiling import measure_costs
 from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, new_requests, prompt_token_ids
 from dspark_jax.decoding.results import rounds_of
 from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, empty_carry, prefill
@@ -43,6 +44,7 @@ class _Dispatch:
     emitted: Emitted
     size: tuple[int, int]  # slots and tokens of context that it was compiled for
     drafts: int
+    timed: bool  # the device had nothing else to do since the dispatch before it
 
 
 def _resolve(strategy: str, drafter: Drafter | None, cost_table: CostTable | None) -> Strategy:
@@ -52,8 +54,6 @@ def _resolve(strategy: str, drafter: Drafter | None, cost_table: CostTable | Non
     if strategy == "auto":
         strategy = "off" if not block else "load_aware" if cost_table and confident else f"fixed:{block}"
     parsed = parse_strategy(strategy, block, confident)
-    if parsed.name in ("load_aware", "load_aware_async", "dcut") and cost_table is None:
-        raise UserError(f"strategy {strategy!r} needs a cost table: measure one with `python -m dspark_jax profile`")
     return parsed
 
 
@@ -62,8 +62,8 @@ class Engine:
 
     `max_slots` requests run together; `cache_tokens` rows of keys and values are shared by all of them (default: 1024
     a slot). `max_length` bounds prompt and answer (default: the model's context). `cost_table`: what rounds cost here,
-    for the strategies that weigh it ("auto" then is "load_aware"); `temperatures`: the drafter's calibration. Raises
-    UserError on parts that do not fit together.
+    for the strategies that weigh it ("auto" then is "load_aware"; the others measure one at start where it is missing);
+    `temperatures`: the drafter's calibration. Raises UserError on parts that do not fit together.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class Engine:
         kind = self.policy.strategy
         drafter = None if kind.name == "off" else drafter
         self.drafts = 0 if drafter is None else int(kind.value) if kind.name == "fixed" else drafter.config.num_drafts
-        self.load = Load(cost_table, parks=kind.name.startswith("load_aware")) if self.policy.needs_cost else None
         self.temperatures = temperatures
         self.target = target.with_taps(drafter.config.tap_layers if drafter else ())
         self.max_slots, self.page_size, self.rounds = max_slots, page_size, rounds_per_dispatch
@@ -106,8 +105,12 @@ class Engine:
         pool_sizes = (self.pages.total, page_size, target.dtype)
         draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if drafter else None
         self.caches = Caches(empty_pools(target.config, *pool_sizes), draft_pools)
-        self.slots = self._empty_slots()
+        self.slots = self.empty_slots()
         self._busy, self._start = False, 0.0
+        self.load = None
+        if self.policy.needs_cost:
+            self.load = Load(cost_table or measure_costs(self, drafter), parks=kind.name.startswith("load_aware"))
+            self._drafter = drafter
 
     @property
     def context(self) -> int:
@@ -161,8 +164,10 @@ class Engine:
             raise UserError(
                 "this engine is already generating: finish or close that stream first, or make a second engine"
             )
-        self._busy, self.slots = True, self._empty_slots()  # an abandoned stream may have left slots running
-        self._start = time.monotonic()
+        if self.load and self.load.stale:
+            self.load = Load(measure_costs(self, self._drafter), self.load.parks)
+        self._busy, self.slots = True, self.empty_slots()  # an abandoned stream may have left slots running
+        self._start, self._collected, self._launched = time.monotonic(), 0.0, None
         queue, filling = collections.deque(requests), []
         live: list[Request] = []  # in slot order
         pending: collections.deque[_Dispatch] = collections.deque()
@@ -185,7 +190,7 @@ class Engine:
 
     def fill(self, requests: list[Request]) -> None:
         """Admits requests and caches their prompts, with no decoding: for benchmarks, which time rounds alone."""
-        self.slots, live, filling = self._empty_slots(), [], []
+        self.slots, live, filling = self.empty_slots(), [], []
         for _ in self._admit(collections.deque(requests), live, filling):
             raise UserError("a benchmark's prompt does not fit")
         while filling:
@@ -203,8 +208,10 @@ class Engine:
     def _collect(self, dispatch: _Dispatch) -> Iterator[tuple[Request, StreamEvent]]:
         """Reads a dispatch's tokens (waits for the device) and frees the pages of the requests that ended."""
         out: Emitted = jax.device_get(dispatch.emitted)
+        now, before = self._now(), self._collected
+        self._collected = now
         if self.load:
-            self.load.observe(dispatch.size, bool(dispatch.drafts), out, None)
+            self.load.observe(dispatch.size, bool(dispatch.drafts), out, now - before if dispatch.timed else None)
         for slot, request in enumerate(dispatch.requests):
             if request.ended:  # by a stop string or from outside, while this dispatch was running
                 continue
@@ -241,7 +248,9 @@ class Engine:
             rounds=rounds,
             top_logprobs=asked if asked < 1 else self._top,
         )
-        return _Dispatch(list(live), emitted, size, drafts)
+        timed = self._launched == (size, drafts)  # the first of its kind may have had to be compiled
+        self._launched = (size, drafts)
+        return _Dispatch(list(live), emitted, size, drafts, timed)
 
     @property
     def _top(self) -> int:
@@ -254,8 +263,8 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------- the slots
 
-    def _empty_slots(self) -> Slots:
-        """All slots ended, no pages."""
+    def empty_slots(self) -> Slots:
+        """All slots ended, with no pages."""
         width = -(-self.max_length // self.page_size)
         zeros = np.zeros(self.max_slots, np.int32)
         one = SlotSampling.of(SamplingParams(), 0, (), STOP_WIDTH)
@@ -343,6 +352,7 @@ class Engine:
         """Caches the next chunk of every prompt; those that are done become live."""
         if any(request.cached < len(request.prompt_ids) - 1 for request in filling):
             self._prefill(filling)
+            self._launched = None
         ready = [request for request in filling if request.cached == len(request.prompt_ids) - 1]
         for request in ready:
             keys = self._keys(request)

@@ -34,6 +34,7 @@ class Completion:
     drafted: list[int]
     verified: list[int]
     accepted: list[int]
+    confidence: list[list[float]] = dataclasses.field(default_factory=list)  # per round: the drafter's logits
     logprobs: list[TokenLogprob] | None = None
     error: str = ""  # why the request was refused
     # Seconds from the start of the run to the first token and to the last; they say nothing about the answer.
@@ -67,6 +68,7 @@ class Round:
     drafted: int
     verified: int
     accepted: int
+    confidence: list[float]
     logprobs: list[TokenLogprob]
 
 
@@ -113,6 +115,7 @@ class Request:
             done.drafted.append(round_.drafted)
             done.verified.append(round_.verified)
             done.accepted.append(round_.accepted)
+            done.confidence.append(round_.confidence)
             self._emitted.append(0)
             logprobs = round_.logprobs or [None] * len(round_.tokens)
             for token, logprob in zip(round_.tokens, logprobs, strict=True):
@@ -153,7 +156,7 @@ class Request:
             del done.logprobs[count:]
         ends = np.cumsum(self._emitted)
         rounds = int(np.searchsorted(ends, count)) + 1 if count else 0
-        for per_round in (done.drafted, done.verified, done.accepted, self._emitted):
+        for per_round in (done.drafted, done.verified, done.accepted, done.confidence, self._emitted):
             del per_round[rounds:]
         if rounds:
             self._emitted[-1] -= int(ends[rounds - 1]) - count

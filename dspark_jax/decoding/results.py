@@ -13,7 +13,7 @@ def rounds_of(out: Emitted, slot: int, drafted: int, top: int | None) -> list[Ro
         tokens = out.token_DxRxQ[d, slot, : out.count_DxR[d, slot]].tolist()
         logprobs = [] if top is None else [_logprob(out, d, slot, i, token, top) for i, token in enumerate(tokens)]
         numbers = (int(out.verified_DxR[d, slot]), int(out.accepted_DxR[d, slot]))
-        rounds.append(Round(tokens, drafted, *numbers, logprobs))
+        rounds.append(Round(tokens, drafted, *numbers, out.confidence_DxRxK[d, slot].tolist(), logprobs))
     return rounds
 
 

@@ -85,6 +85,7 @@ class Emitted:
     verified_DxR: jax.Array  # drafts that were verified
     accepted_DxR: jax.Array  # drafts that were accepted and emitted
     rows_D: jax.Array  # rows of the target's step, padding included; 0: the round was not needed
+    confidence_DxRxK: jax.Array  # the drafter's logits, before any calibration
     remaining_R: jax.Array  # after the dispatch
     logprobs: Logprobs | tuple[()]  # `[D, ...]`; `()` when nobody asked
 
@@ -245,7 +246,9 @@ def decode_round(
     # A drafted token counts as accepted only if it was emitted: a stop or the limit may have cut it off.
     accepted_R, verified_R = jnp.minimum(out.accepted_R, out.count_R), jnp.maximum(count_R - 1, 0)
     rows_run = jnp.asarray(sizes, jnp.int32)[bucket]
-    return caches, slots, (out.token_RxQ, out.count_R, verified_R, accepted_R, rows_run, out.logprobs)
+    confidence_RxK = proposal.confidence_RxK if drafts else jnp.zeros((len(cached_R), 0))
+    emitted = (out.token_RxQ, out.count_R, verified_R, accepted_R, rows_run, confidence_RxK)
+    return caches, slots, (*emitted, out.logprobs)
 
 
 def _verified(
@@ -271,6 +274,7 @@ def _verified(
     token_N = block_RxQ[rows.slot_N, rows.offset_N]
     output = target_rows(models, weights, caches, table_RxC, token_N, rows, slots.length_R - 1)
     raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
+    raw = forbid_padding(raw, models.num_tokens)
     logits = _adjust_rows(models, slots, raw, rows, block_RxQ)
     token_ids = weights.borrowed.token_ids_Vd if proposal is not None else None
     verdict = verify(logits, rows, proposal, token_ids, slots.sampling, policy.sampler)
@@ -302,7 +306,7 @@ def _adjust_rows(models: Models, slots: Slots, logits_NxV: jax.Array, rows: Rows
     if slots.adjust:
         drafted = jnp.where(jnp.arange(1, rows.block) <= rows.offset_N[:, None], block_RxQ[rows.slot_N, 1:], -1)
         logits_NxV = adjusted(logits_NxV, slots.adjust, rows.slot_N, drafted, slots.sampling.stop_RxE)
-    return forbid_padding(logits_NxV, models.num_tokens)
+    return logits_NxV
 
 
 def _logprobs(logits_NxV: jax.Array, rows: Rows, token_RxQ: jax.Array, top: int) -> Logprobs:

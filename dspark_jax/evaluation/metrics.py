@@ -1,6 +1,7 @@
 """Round statistics of completions, under the paper's names."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from dspark_jax.decoding.requests import Completion
@@ -53,3 +54,42 @@ def _judged(completion: Completion) -> list[int]:
     if judged and len(completion.token_ids) < sum(completion.accepted) + len(judged):
         judged[-1] = completion.accepted[-1]
     return judged
+
+
+def deepspec_lengths(completion: Completion, max_new_tokens: int) -> list[int]:
+    """Acceptance length of every round as DeepSpec's evaluator counts them (spec 7), for comparison with its numbers.
+
+    It emits a first token before any round, starts rounds until `max_new_tokens` more are there, even one that the
+    budget no longer needs, and never trims a length; a round that ends on an accepted stop token has no bonus. The
+    completion must continue that first token with room for `max_new_tokens` and one more block.
+    """
+    lengths = [accepted + 1 for accepted in completion.accepted]
+    if lengths:
+        lengths[-1] = len(completion.token_ids) - sum(lengths[:-1])
+    starts = itertools.accumulate(lengths, initial=0)
+    return [length for length, start in zip(lengths, starts, strict=False) if start < max_new_tokens]
+
+
+def deepspec_stats(completions: Sequence[Completion], max_new_tokens: int) -> dict[str, float | list[float]]:
+    """DeepSpec's metrics under its names and with its way of counting; `round_stats` has ours.
+
+    `acceptance_length` includes the bonus; `accept_rate[k]` is the share of rounds that accepted more than k drafts
+    among those that proposed more than k: the survival of a prefix, not a conditional acceptance.
+    """
+    rounds = [
+        (length, min(verified, length) if length <= accepted else verified)
+        for c in completions
+        for length, verified, accepted in zip(deepspec_lengths(c, max_new_tokens), c.verified, c.accepted, strict=False)
+    ]
+    count, total = max(len(rounds), 1), sum(length for length, _ in rounds)
+    proposed = sum(proposal for _, proposal in rounds)
+    rates = []
+    for k in range(max((proposal for _, proposal in rounds), default=0)):
+        accepted = sum(length > k + 1 or (length > k and length == proposal) for length, proposal in rounds)
+        rates.append(accepted / sum(proposal > k for _, proposal in rounds))
+    return {
+        "acceptance_length": total / count,
+        "draft_tokens_per_proposal": proposed / count,
+        "verify_rate": total / max(proposed + len(rounds), 1),
+        "accept_rate": rates,
+    }

@@ -3,13 +3,15 @@
 Foreign files are brought to these names before they are read; see `drafter_formats.py`.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.errors import UserError
 from dspark_jax.interop.families import (
     at,
     layer_names,
@@ -28,6 +30,11 @@ from dspark_jax.models.layers import Params
 Entries = dict[str, tuple[tuple[str, ...], bool]]
 
 TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+# One row for each word that the drafter speaks.
+_HEAD_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight", "embed_proj.2.weight",
+              "candidate_selector.successor_codebook", "d2t")  # fmt: skip
+_ROTATED = tuple(f"self_attn.{name}" for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias",
+                                                  "q_norm.weight", "k_norm.weight"))  # fmt: skip
 
 _BACKBONE: Entries = {
     "fc.weight": (("backbone", "fc", "kernel"), True),
@@ -92,15 +99,59 @@ def init_drafter(config: DrafterConfig | Eagle3Config, key: jax.Array) -> Params
     return drafter_module(config).init(key, taps, anchor, borrowed)["params"]
 
 
+@functools.cache
 def abstract_drafter(config: DrafterConfig | Eagle3Config) -> Params:
-    """Shapes of the drafter's parameters, nothing allocated."""
+    """Shapes of the drafter's parameters, nothing allocated; to be read only."""
     return jax.eval_shape(lambda: init_drafter(config, jax.random.key(0)))
+
+
+class CanonicalTensors(Mapping[str, np.ndarray]):
+    """A foreign file's tensors under our names and in our layout, read when asked for.
+
+    `renames`: pairs of a name's beginning and what stands there instead. `interleaved_dim` D: heads that rotate pairs
+    of neighbours become heads that rotate halves, an exact permutation of rows (checkpoint formats 7). `head_rows`:
+    how many rows of a padded head to keep.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        renames: tuple[tuple[str, str], ...] = (),
+        interleaved_dim: int = 0,
+        head_rows: int | None = None,
+    ):
+        self._tensors, self._dim, self._rows = tensors, interleaved_dim, head_rows
+        self._names: dict[str, str] = {}
+        for name in (n for n in tensors if not n.startswith("verifier_")):  # the target's, for training
+            own = next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
+            if own in self._names:
+                raise UserError(f"the checkpoint holds {own!r} twice: as {self._names[own]!r} and as {name!r}")
+            self._names[own] = name
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array = self._tensors[self._names[name]]
+        if self._rows is not None and name in _HEAD_ROWS:
+            array = array[: self._rows]
+        return split_halves(array, self._dim) if self._dim and name.endswith(_ROTATED) else array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def split_halves(array: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows 0, 2, 4, ..., 1, 3, 5, ... of every head: what interleaved rotary pairs are to split halves."""
+    if array.shape[0] % head_dim:
+        return array  # of a wrong size, which its reader will say
+    return array.reshape(-1, head_dim // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 def params_from_tensors(config: DrafterConfig | Eagle3Config, tensors: Mapping[str, Any], dtype: jnp.dtype) -> Params:
     """A drafter's parameters. UserError names a tensor that is missing, of another shape, or one too many."""
-    like, entries, layers = abstract_drafter(config), _entries(config), _layers_place(config)
     refuse_unexpected(tensors, tensor_names(config), "")
+    like, entries, layers = abstract_drafter(config), _entries(config), _layers_place(config)
     params: dict[str, Any] = {}
     for name, (place, transposed) in entries.items():
         shape = at(like, place).shape
@@ -123,8 +174,10 @@ def drafter_tensors(config: DrafterConfig | Eagle3Config, params: Params) -> dic
 def tensor_names(config: DrafterConfig | Eagle3Config) -> set[str]:
     """Every tensor that a file of this drafter may hold."""
     numbers = range(config.decoder.num_layers)
-    extra = {f"layers.{i}.{name}" for i in numbers for name in _layer_extra(config)}
-    return layer_names(config.decoder) | extra | {*_entries(config), *TABLES}
+    names = {f"layers.{i}.{name}" for i in numbers for name in _layer_extra(config)}
+    if isinstance(config, DrafterConfig):
+        names.add("mask_embedding")
+    return layer_names(config.decoder) | names | {*_entries(config), *TABLES}
 
 
 def _entries(config: DrafterConfig | Eagle3Config) -> Entries:

@@ -15,6 +15,10 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 _ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
                  "mscale_all_dim")  # fmt: skip
 _GEMMA4_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+_GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 # Suffix in the checkpoint -> place in `DecoderLayer`'s parameters. Kernels are stored [out, in] there, [in, out] here.
 _PROJECTIONS = {
@@ -47,7 +51,10 @@ def decoder_config(config: Mapping[str, Any], eos_token_ids: tuple[int, ...] = (
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a multimodal model's config that describes its text decoder; others' configs as they are."""
     nested = config.get("text_config")
-    return {**nested, "eos_token_id": config.get("eos_token_id", nested.get("eos_token_id"))} if nested else config
+    if not nested:
+        return config
+    outside = {name: config.get(name) for name in ("eos_token_id", "quantization_config")}
+    return {**nested, **{name: value for name, value in outside.items() if value is not None}}
 
 
 def _llama_like(config: Mapping[str, Any], family: str, eos: tuple[int, ...]) -> DecoderConfig:
@@ -85,18 +92,20 @@ def _sliding_layers(config: Mapping[str, Any]) -> list[bool]:
     count = positive_int(config, "num_hidden_layers")
     if not (config.get("use_sliding_window") and config.get("sliding_window")):
         return [False] * count
-    types = config.get("layer_types") or [
-        "sliding_attention" if i >= config.get("max_window_layers", 28) else "full_attention" for i in range(count)
-    ]
-    return sliding_flags(types, count)
+    types, first = config.get("layer_types"), config.get("max_window_layers", 28)
+    if types is not None:
+        return sliding_flags(types, count)
+    if not isinstance(first, int):
+        raise UserError(f"config.json: max_window_layers is {first!r}, a whole number is needed")
+    return [i >= first for i in range(count)]
 
 
 def sliding_flags(layer_types: Any, count: int) -> list[bool]:
-    """Reads `layer_types`. UserError unless it names a known kind for every layer."""
-    known = {"full_attention": False, "sliding_attention": True}
-    if len(layer_types) != count or any(kind not in known for kind in layer_types):
+    """Which layers `layer_types` calls sliding. UserError unless it names a known kind for every layer."""
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or len(layer_types) != count or any(kind not in known for kind in layer_types):
         raise UserError(f"config.json: layer_types must say full_attention or sliding_attention for all {count} layers")
-    return [known[kind] for kind in layer_types]
+    return [kind == "sliding_attention" for kind in layer_types]
 
 
 def layer_attention(
@@ -117,12 +126,11 @@ def _gemma4(config: Mapping[str, Any], family: str, eos: tuple[int, ...]) -> Dec
                  "attention_bias"):  # fmt: skip
         if config.get(name):
             raise UserError(f"Gemma4 with {name}={config[name]!r} is not supported")
-    hidden, count = positive_int(config, "hidden_size"), positive_int(config, "num_hidden_layers")
+    if config.get("use_bidirectional_attention") == "all":
+        raise UserError("Gemma4 with use_bidirectional_attention='all' is not supported: it is no causal model")
+    hidden = positive_int(config, "hidden_size")
     full, windowed = gemma4_attention(config)
-    types = config.get("layer_types") or [
-        "full_attention" if (i + 1) % 6 == 0 or i == count - 1 else "sliding_attention" for i in range(count)
-    ]
-    attention, kinds = layer_attention(config, full, sliding_flags(types, count), windowed)
+    attention, kinds = layer_attention(config, full, _gemma4_sliding(config), windowed)
     return DecoderConfig(
         family=family,
         vocab_size=positive_int(config, "vocab_size"),
@@ -145,19 +153,56 @@ def _gemma4(config: Mapping[str, Any], family: str, eos: tuple[int, ...]) -> Dec
     )
 
 
+def _gemma4_sliding(config: Mapping[str, Any]) -> list[bool]:
+    """Which layers of a Gemma4 have a window: by default five of six. The last one never has, whatever the config."""
+    types, count = config.get("layer_types"), positive_int(config, "num_hidden_layers")
+    flags = [(i + 1) % 6 != 0 for i in range(count)] if types is None else sliding_flags(types, count)
+    return [*flags[:-1], False]
+
+
 def gemma4_attention(config: Mapping[str, Any]) -> tuple[Attention, Attention]:
     """Gemma4's full and sliding attention, both of scale 1."""
-    shared = bool(config.get("attention_k_eq_v"))
-    kv_heads = positive_int(config, "num_key_value_heads")
-    full = Attention(
-        num_kv_heads=positive_int(config, "num_global_key_value_heads", kv_heads) if shared else kv_heads,
-        head_dim=positive_int(config, "global_head_dim", positive_int(config, "head_dim")),
-        rope=rope_config(config, "full_attention"),
-        keys_as_values=shared,
+    windowed = Attention(
+        num_kv_heads=positive_int(config, "num_key_value_heads"),
+        head_dim=positive_int(config, "head_dim"),
+        rope=rope_config(_gemma4_ropes(config), "sliding_attention"),
         scale=1.0,
     )
-    rope = rope_config(config, "sliding_attention")
-    return full, Attention(kv_heads, positive_int(config, "head_dim"), rope, scale=1.0)
+    kv_heads, head_dim = _gemma4_full_sizes(config, windowed)
+    rope = rope_config(_gemma4_ropes(config), "full_attention")
+    return Attention(kv_heads, head_dim, rope, keys_as_values=bool(config.get("attention_k_eq_v")), scale=1.0), windowed
+
+
+def _gemma4_full_sizes(config: Mapping[str, Any], windowed: Attention) -> tuple[int, int]:
+    """`num_kv_heads` and `head_dim` of the full layers, which may have their own.
+
+    `transformers` gives them layer by layer in newer files, under names with "global" in older ones.
+    """
+    layers = config.get("per_layer_config")
+    if layers is None:
+        shared, same = config.get("attention_k_eq_v"), windowed.num_kv_heads
+        heads = positive_int(config, "num_global_key_value_heads", same) if shared else same
+        return heads, positive_int(config, "global_head_dim", 512)
+    full = {str(i) for i, sliding in enumerate(_gemma4_sliding(config)) if not sliding}
+    sizes = list(layers.values()) if isinstance(layers, Mapping) else [layers]
+    if not sizes:
+        return windowed.num_kv_heads, windowed.head_dim
+    alike = isinstance(sizes[0], Mapping) and all(size == sizes[0] for size in sizes)
+    if not alike or set(layers) != full or set(sizes[0]) - {"head_dim", "num_key_value_heads"}:
+        raise UserError(
+            "config.json: per_layer_config must give all full_attention layers, and them alone, "
+            "one head_dim and one num_key_value_heads"
+        )
+    heads = positive_int(sizes[0], "num_key_value_heads", windowed.num_kv_heads)
+    return heads, positive_int(sizes[0], "head_dim", windowed.head_dim)
+
+
+def _gemma4_ropes(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with Gemma4's own rope for every type of layer that it leaves out."""
+    given = config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or (given and not any(isinstance(part, Mapping) for part in given.values())):
+        return config
+    return {**config, "rope_parameters": {**_GEMMA4_ROPES, **given}}
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
@@ -209,7 +254,7 @@ def rope_config(config: Mapping[str, Any], layer_type: str | None = None) -> Rop
         return Rope(
             theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             kind=kind,
-            factor=float(rope.get("factor") or context / length),
+            factor=float(rope.get("factor") or (context / length if kind == "yarn" else 1.0)),
             original_max_position_embeddings=int(length),
             truncate=bool(rope.get("truncate", True)),
             partial_rotary_factor=part,

@@ -14,7 +14,14 @@ import numpy as np
 
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
-from dspark_jax.interop.families import decoder_config, layer_names, layers_from_tensors, refuse_unexpected, take_tensor
+from dspark_jax.interop.families import (
+    decoder_config,
+    layer_names,
+    layers_from_tensors,
+    refuse_unexpected,
+    take_tensor,
+    text_config,
+)
 from dspark_jax.interop.gguf import read_gguf
 from dspark_jax.interop.tokenizer import Tokenizer
 from dspark_jax.models.attention import attend_rows
@@ -160,7 +167,7 @@ def _eos_ids(directory: Path, config: Mapping[str, Any]) -> list[int]:
     """Stop tokens as generation_config.json gives them, else config.json; an int or a list, deduplicated."""
     path = directory / "generation_config.json"
     eos = read_json(path).get("eos_token_id") if path.is_file() else None
-    eos = config.get("eos_token_id") if eos is None else eos
+    eos = text_config(config).get("eos_token_id") if eos is None else eos
     return list(dict.fromkeys([eos] if isinstance(eos, int) else eos or []))
 
 

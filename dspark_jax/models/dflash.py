@@ -79,15 +79,18 @@ class BlockConvolution(nn.Module):
         """Coefficients `[N, taps, H]` of the input side and of the output side."""
         width = x_NxH.shape[-1]
         base = self.param("base_kernel", _identity_kernel, (2, self.taps, width))
-        projected = Linear(2 * self.taps * (width // self.group), name="kernel_projection")(x_NxH)
+        zeros = nn.initializers.zeros
+        features = 2 * self.taps * (width // self.group)
+        projected = nn.Dense(features, use_bias=False, kernel_init=zeros, name="kernel_projection")(x_NxH)
         projected = projected.reshape(-1, 2, self.taps, width // self.group)
         coefficients = base + jnp.repeat(projected, self.group, axis=-1)
         return coefficients[:, 0], coefficients[:, 1]
 
     def convolve(self, x_NxH: jax.Array, coefficients_NxTxH: jax.Array) -> jax.Array:
-        blocks = x_NxH.reshape(-1, self.block_size, x_NxH.shape[-1])
-        shifted = [jnp.pad(blocks, ((0, 0), (t, 0), (0, 0)))[:, : self.block_size] for t in range(self.taps)]
-        return sum(coefficients_NxTxH[:, t] * rows.reshape(x_NxH.shape) for t, rows in enumerate(shifted))
+        """Rows of one side, each mixed with its predecessors in the block."""
+        slot_Nx1 = (jnp.arange(len(x_NxH)) % self.block_size)[:, None]
+        shifted = [jnp.where(slot_Nx1 >= t, jnp.roll(x_NxH, t, axis=0), 0) for t in range(self.taps)]
+        return sum(coefficients_NxTxH[:, t] * rows for t, rows in enumerate(shifted))
 
 
 def _identity_kernel(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:

@@ -12,14 +12,14 @@ from ml_collections import ConfigDict
 
 from dspark_jax.data.batches import Batches, draft_vocabulary
 from dspark_jax.errors import UserError
-from dspark_jax.interop.drafter_io import Drafter, borrow, check_fit, init_drafter, save_drafter
+from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
+from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import Target, load_target
-from dspark_jax.models.config import DrafterConfig, draft_decoder
 from dspark_jax.progress import Progress
 from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
 from dspark_jax.training.data import training_rows
+from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import FeatureSource
-from dspark_jax.training.losses import LossWeights
 from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer, train_step
 
@@ -43,7 +43,7 @@ def train(config: ConfigDict) -> Path:
     drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
     schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
     optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
-    setup = Setup(drafter.module, loss_weights(config), config.train.num_anchors, optimizer)
+    setup = Setup(drafter.module, loss_settings(config), config.train.num_anchors, optimizer)
     state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
     state = restore_latest(manager, state)
     state = _run_steps(config, setup, target, drafter, state, batches, manager, schedule)
@@ -94,36 +94,3 @@ class _StopSignal:
     def restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig:
-    """The drafter that a config asks for, with the target's widths (spec 1.2)."""
-    d, t = config.drafter, target.config
-    mask = target.tokenizer.token_id(d.mask_token) if target.tokenizer else None
-    if mask is None:
-        raise UserError(
-            f"mask token {d.mask_token!r} is not in the target's vocabulary: drafter.mask_token names an unused special"
-        )
-    decoder = draft_decoder(t, d.num_layers, rope_rounded=d.rope_rounded)
-    made = DrafterConfig(
-        decoder=decoder,
-        block_size=d.block_size,
-        mask_token_id=mask,
-        tap_layers=tuple(d.tap_layers),
-        num_target_layers=t.num_layers,
-        draft_vocab_size=d.draft_vocab_size or t.vocab_size,
-        markov_rank=d.markov_rank,
-        head_type=d.head_type,
-        confidence=d.confidence,
-        confidence_with_markov=d.confidence and d.confidence_with_markov and d.markov_rank > 0,
-        num_anchors=config.train.num_anchors,
-    )
-    check_fit(made, target)
-    return made
-
-
-def loss_weights(config: ConfigDict) -> LossWeights:
-    t = config.train
-    return LossWeights(
-        t.ce_weight, t.l1_weight, t.confidence_weight if config.drafter.confidence else 0.0, t.decay_gamma
-    )

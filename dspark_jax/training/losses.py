@@ -1,4 +1,4 @@
-"""The DSpark loss, 0.1 CE + 0.9 L1 + BCE(confidence), and the metrics of training (spec 4)."""
+"""The block drafters' loss, 0.1 CE + 0.9 L1 + BCE(confidence) for DSpark, and the metrics of training (spec 4)."""
 
 import dataclasses
 
@@ -7,15 +7,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dspark_jax.models.drafter import Borrowed
+from dspark_jax.models.layers import soft_cap
+from dspark_jax.training.features import Features
+
 
 @dataclasses.dataclass(frozen=True)
 class LossWeights:
-    """Weights of the terms; slot k of a block counts exp(-k / decay_gamma), or 1 where that is 0."""
+    """Weights of the terms; slot k of a block counts exp(-k / decay_gamma), or 1 where that is 0.
+
+    `curriculum`: steps over which the cross entropy moves linearly from the backbone's logits to the head's; 0: the
+    head's from the first step on. Domino takes the whole run (arXiv 2605.29707).
+    """
 
     ce: float = 0.1
     l1: float = 0.9
     confidence: float = 1.0
     decay_gamma: float = 4.0
+    curriculum: int = 0
+
+    def base_share(self, step: jax.Array | int) -> jax.Array | float:
+        """The part of the cross entropy that the backbone's logits have at a step, 1 at step 0 (lambda)."""
+        return jnp.maximum(1 - step / self.curriculum, 0) if self.curriculum else 0.0
 
 
 @flax.struct.dataclass
@@ -23,16 +36,25 @@ class LossTerms:
     """Sums over slots and their weights, so that batches and hosts can be added before dividing."""
 
     ce: jax.Array
+    base_ce: jax.Array  # of the backbone's logits; 0 where the curriculum is off
     ce_weight: jax.Array
     l1: jax.Array
     confidence: jax.Array
     weight: jax.Array
 
-    def total(self, weights: LossWeights) -> jax.Array:
+    def total(self, weights: LossWeights, base_share: jax.Array | float = 0.0) -> jax.Array:
         """The scalar loss."""
-        return weights.ce * self.ce / (self.ce_weight + 1e-6) + (
+        ce = (1 - base_share) * self.ce + base_share * self.base_ce
+        return weights.ce * ce / (self.ce_weight + 1e-6) + (
             weights.l1 * self.l1 + weights.confidence * self.confidence
         ) / (self.weight + 1e-6)
+
+
+def target_log_prob(features: Features, borrowed: Borrowed, softcap: float) -> jax.Array:
+    """`[B, S, Vd]` the target's log-probabilities of the draft vocabulary, in at least float32."""
+    logits = soft_cap(features.last_hidden_BxSxH @ borrowed.head_VdxH.T, softcap)
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    return logits.astype(wide) - features.log_total_BxS[..., None]
 
 
 def total_variation(draft_logits: jax.Array, target_log_prob: jax.Array, reduced: bool) -> jax.Array:
@@ -56,21 +78,27 @@ def loss_terms(
     eval_mask: jax.Array,
     weights: LossWeights,
     reduced: bool = False,
+    base_logits: jax.Array | None = None,
 ) -> tuple[LossTerms, jax.Array]:
     """Terms of slots `[..., K]` and each slot's acceptance rate c* = 1 - TV (no gradient).
 
-    `draft_logits` and `target_log_prob` are `[..., K, Vd]`; `label` indexes Vd, -1 where the drafter has no such token.
+    `draft_logits`, `target_log_prob` and `base_logits`, which only the curriculum reads, are `[..., K, Vd]`; `label`
+    indexes Vd, -1 where the drafter has no such token.
     """
     slots = eval_mask.shape[-1]
     decay = jnp.exp(-jnp.arange(slots) / weights.decay_gamma) if weights.decay_gamma > 0 else jnp.ones(slots)
     w = eval_mask * decay
     known = w * (label >= 0)
-    ce = optax.softmax_cross_entropy_with_integer_labels(draft_logits, jnp.maximum(label, 0))
+
+    def cross_entropy(logits: jax.Array) -> jax.Array:
+        return jnp.sum(known * optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(label, 0)))
+
     distance = total_variation(draft_logits, target_log_prob, reduced)
     accept = jax.lax.stop_gradient(jnp.clip(1 - distance, 0, 1))
     bce = optax.sigmoid_binary_cross_entropy(confidence_logits, accept) if weights.confidence else jnp.zeros_like(w)
     terms = LossTerms(
-        ce=jnp.sum(known * ce),
+        ce=cross_entropy(draft_logits),
+        base_ce=cross_entropy(base_logits) if weights.curriculum else jnp.zeros(()),
         ce_weight=jnp.sum(known),
         l1=jnp.sum(w * 2 * distance),
         confidence=jnp.sum(w * bce),

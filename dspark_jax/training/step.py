@@ -1,4 +1,4 @@
-"""One training step: the drafter's blocks over the target's features, the loss, AdamW. One jitted program."""
+"""One training step: the drafter over the target's features, the loss, AdamW. One jitted program."""
 
 import dataclasses
 import functools
@@ -13,18 +13,22 @@ import optax
 from dspark_jax.data.batches import Batch
 from dspark_jax.models.attention import attend_blocks
 from dspark_jax.models.drafter import Borrowed, DSpark
+from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import Params
 from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors
+from dspark_jax.training.eagle3 import Eagle3Loss, eagle3_loss, position_masks
 from dspark_jax.training.features import Features
-from dspark_jax.training.losses import LossTerms, LossWeights, loss_terms, metric_sums
+from dspark_jax.training.losses import LossTerms, LossWeights, loss_terms, metric_sums, target_log_prob
+
+Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> numerator, denominator
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a training program is compiled for (static)."""
+    """What a training program is compiled for (static). `Eagle3Loss` goes with Eagle3, which has no anchors."""
 
-    drafter: DSpark
-    weights: LossWeights
+    drafter: DSpark | Eagle3
+    weights: LossWeights | Eagle3Loss
     num_anchors: int
     optimizer: optax.GradientTransformation
 
@@ -61,9 +65,16 @@ def draft_blocks(
     module: DSpark, params: Params, borrowed: Borrowed, taps_BxSxMH: jax.Array, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array]:
     """Teacher-forced draft logits `[B, N, K, Vd]` and confidence logits `[B, N, K]` of packed blocks (spec 1.7)."""
+    hidden, base = run_backbone(module, params, borrowed, taps_BxSxMH, blocks)
+    return run_heads(module, params, borrowed, hidden, base, blocks)
+
+
+def run_backbone(
+    module: DSpark, params: Params, borrowed: Borrowed, taps_BxSxMH: jax.Array, blocks: Blocks
+) -> tuple[jax.Array, jax.Array]:
+    """The blocks' hidden states `[B·N, block_size, H]` and their logits before the head `[B·N, K, Vd]`."""
     c = module.config
     batch, length = taps_BxSxMH.shape[:2]
-    num_blocks, drafts = blocks.label_BxNxK.shape[1:]
     variables = {"params": params}
     position, unused = jnp.tile(jnp.arange(length), batch), jnp.zeros(batch * length, jnp.int32)
     context_kv = module.apply(
@@ -73,10 +84,18 @@ def draft_blocks(
     anchor_token = jnp.where(blocks.keep_BxN, blocks.previous_BxNxK[..., 0], c.mask_token_id)
     slot_position = (blocks.anchor_BxN[..., None] + jnp.arange(c.block_size)).reshape(-1, c.block_size)
     hidden = module.apply(variables, anchor_token.reshape(-1), slot_position, attend, borrowed, method=DSpark.block)
-    base = module.apply(variables, module.predicting(hidden), borrowed, method=DSpark.base_logits)
-    previous = blocks.previous_BxNxK.reshape(-1, drafts)
-    logits, confidence = module.apply(variables, hidden, base, previous, borrowed, method=DSpark.teacher_forced)
-    return logits.reshape(batch, num_blocks, drafts, -1), confidence.reshape(batch, num_blocks, drafts)
+    return hidden, module.apply(variables, module.predicting(hidden), borrowed, method=DSpark.base_logits)
+
+
+def run_heads(
+    module: DSpark, params: Params, borrowed: Borrowed, hidden: jax.Array, base: jax.Array, blocks: Blocks
+) -> tuple[jax.Array, jax.Array]:
+    """Draft and confidence logits of the backbone's output, as `draft_blocks` returns them."""
+    shape = blocks.previous_BxNxK.shape
+    previous = blocks.previous_BxNxK.reshape(-1, shape[-1])
+    method = DSpark.teacher_forced
+    logits, confidence = module.apply({"params": params}, hidden, base, previous, borrowed, method=method)
+    return logits.reshape(*shape, -1), confidence.reshape(shape)
 
 
 def draft_labels(borrowed: Borrowed, label: jax.Array) -> jax.Array:
@@ -86,34 +105,49 @@ def draft_labels(borrowed: Borrowed, label: jax.Array) -> jax.Array:
     return jnp.where(ids[index] == label, index, -1)
 
 
-def target_log_prob(borrowed: Borrowed, features: Features, source_BxNxK: jax.Array) -> jax.Array:
-    """`[B, N, K, Vd]` the target's log-probabilities of the draft vocabulary, at each slot's source position."""
-    logits = features.last_hidden_BxSxH @ borrowed.head_VdxH.T
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
-    log_prob = logits.astype(wide) - features.log_total_BxS[..., None]
-    flat = source_BxNxK.reshape(len(source_BxNxK), -1, 1)
-    return jnp.take_along_axis(log_prob, flat, axis=1).reshape(*source_BxNxK.shape, -1)
-
-
 def drafter_loss(
-    setup: Setup, params: Params, borrowed: Borrowed, features: Features, blocks: Blocks
-) -> tuple[jax.Array, tuple[LossTerms, dict[str, tuple[jax.Array, jax.Array]]]]:
-    """The loss of a batch, its terms and the metrics' sums."""
-    # Compute in the target's dtype; the optimizer keeps float32.
-    dtype = borrowed.embedding_VxH.dtype
-    params = jax.tree.map(lambda a: a.astype(dtype), params)
-    features = features.astype(dtype)
-    logits, confidence = draft_blocks(setup.drafter, params, borrowed, features.taps_BxSxMH, blocks)
-    terms, accept = loss_terms(
-        logits,
-        confidence,
-        target_log_prob(borrowed, features, blocks.source_BxNxK),
-        draft_labels(borrowed, blocks.label_BxNxK),
-        blocks.eval_BxNxK,
-        setup.weights,
-        setup.drafter.config.reduced,
-    )
-    return terms.total(setup.weights), (terms, metric_sums(terms, accept, confidence, blocks.eval_BxNxK))
+    setup: Setup,
+    params: Params,
+    borrowed: Borrowed,
+    features: Features,
+    blocks: Blocks,
+    base_share: jax.Array | float = 0.0,
+) -> tuple[jax.Array, tuple[LossTerms, Sums]]:
+    """The loss of a batch of blocks, its terms and the metrics' sums. `base_share`: of the backbone's logits in CE."""
+    module, weights, reduced = setup.drafter, setup.weights, setup.drafter.config.reduced
+    params, features = _computed_in(borrowed.embedding_VxH.dtype, params, features)
+    hidden, base = run_backbone(module, params, borrowed, features.taps_BxSxMH, blocks)
+    logits, confidence = run_heads(module, params, borrowed, hidden, base, blocks)
+    log_prob_BxSxVd = target_log_prob(features, borrowed, module.config.decoder.softcap)
+    source = blocks.source_BxNxK.reshape(len(blocks.source_BxNxK), -1, 1)
+    log_prob = jnp.take_along_axis(log_prob_BxSxVd, source, axis=1).reshape(logits.shape)
+    label, learnt = draft_labels(borrowed, blocks.label_BxNxK), blocks.eval_BxNxK
+    base = base.reshape(logits.shape)
+    terms, accept = loss_terms(logits, confidence, log_prob, label, learnt, weights, reduced, base)
+    return terms.total(weights, base_share), (terms, metric_sums(terms, accept, confidence, learnt))
+
+
+def _computed_in(dtype: jnp.dtype, params: Params, features: Features) -> tuple[Params, Features]:
+    """Parameters and features in the target's dtype; the optimizer keeps float32."""
+    return jax.tree.map(lambda a: a.astype(dtype), params), features.astype(dtype)
+
+
+def _eagle3_step_loss(
+    setup: Setup, params: Params, borrowed: Borrowed, features: Features, batch: Batch
+) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
+    params, features = _computed_in(borrowed.embedding_VxH.dtype, params, features)
+    value, sums = eagle3_loss(setup.drafter, setup.weights, params, borrowed, features, batch)
+    return value, (sums, jnp.sum(position_masks(batch.loss_mask_BxS, batch.length_B, 1)))
+
+
+def _block_step_loss(
+    setup: Setup, params: Params, borrowed: Borrowed, features: Features, batch: Batch, key: jax.Array, step: jax.Array
+) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
+    anchors, keep = sample_anchors(key, batch.loss_mask_BxS, setup.num_anchors)
+    blocks = make_blocks(batch.token_BxS, batch.loss_mask_BxS, anchors, keep, setup.drafter.config.num_drafts)
+    base_share = setup.weights.base_share(step)
+    value, (_, sums) = drafter_loss(setup, params, borrowed, features, blocks, base_share)
+    return value, (sums, jnp.sum(keep))
 
 
 @functools.partial(jax.jit, static_argnames="setup", donate_argnames="state")
@@ -121,12 +155,15 @@ def train_step(
     setup: Setup, borrowed: Borrowed, state: TrainState, features: Features, batch: Batch, seed_key: jax.Array
 ) -> tuple[TrainState, dict[str, Any]]:
     """One update. The anchors depend on the seed and the step alone, so that a resumed run repeats an unbroken one."""
-    key = jax.random.fold_in(seed_key, state.step)
-    anchors, keep = sample_anchors(key, batch.loss_mask_BxS, setup.num_anchors)
-    blocks = make_blocks(batch.token_BxS, batch.loss_mask_BxS, anchors, keep, setup.drafter.config.num_drafts)
-    loss = functools.partial(drafter_loss, setup, borrowed=borrowed, features=features, blocks=blocks)
-    (value, (_, sums)), grads = jax.value_and_grad(lambda p: loss(params=p), has_aux=True)(state.params)
+
+    def loss(params: Params) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
+        """The loss, the metrics' sums, and how many blocks (of Eagle3: rows) it was taken over."""
+        if isinstance(setup.drafter, Eagle3):
+            return _eagle3_step_loss(setup, params, borrowed, features, batch)
+        key = jax.random.fold_in(seed_key, state.step)
+        return _block_step_loss(setup, params, borrowed, features, batch, key, state.step)
+
+    (value, (sums, blocks)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
     state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
-    metrics = {"loss": value, "grad_norm": optax.global_norm(grads), "blocks": jnp.sum(keep), "sums": sums}
-    return state, metrics
+    return state, {"loss": value, "grad_norm": optax.global_norm(grads), "blocks": blocks, "sums": sums}

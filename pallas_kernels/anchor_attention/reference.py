@@ -20,7 +20,7 @@ def anchor_attention(
 ) -> jax.Array:
     """Block n of a sequence attends to context rows before its anchor (the anchor's own features are not known when
     serving) and to its own K slots, both ways unless `causal`; never to another block. Blocks not kept give zeros
-    (spec 1.7). `window`, `from_anchor`: as in `ragged_attention`.
+    (spec 1.7). `window`, `from_anchor`: as in `ragged_attention`. Fewer queries than keys: they are the last slots'.
     """
     batch, blocks, slots, heads, dim = q_BxNxKxHxD.shape
     num_kv = k_context_BxSxKVxD.shape[2]
@@ -28,16 +28,17 @@ def anchor_attention(
     q = q_BxNxKxHxD.reshape(batch, blocks, slots, num_kv, heads // num_kv, dim)
     context = jnp.einsum("bnkhgd,bshd->bhgnks", q, k_context_BxSxKVxD, preferred_element_type=wide) * scale
     block = jnp.einsum("bnkhgd,bnjhd->bhgnkj", q, k_block_BxNxKxKVxD, preferred_element_type=wide) * scale
-    position, slot = jnp.arange(context.shape[-1]), jnp.arange(slots)
+    position, key_slot = jnp.arange(context.shape[-1]), jnp.arange(block.shape[-1])
+    slot = key_slot[-slots:]
     visible = position < anchor_BxN[..., None, None]  # [B, N, 1, S]
     if window:
         first = jnp.broadcast_to(-window, (slots,)) if from_anchor else slot - window + 1
         visible = visible & (position >= (anchor_BxN[..., None] + first)[..., None])
     context = jnp.where(visible[:, None, None], context, -jnp.inf)
     if causal:
-        block = jnp.where(slot <= slot[:, None], block, -jnp.inf)
+        block = jnp.where(key_slot <= slot[:, None], block, -jnp.inf)
     if window and not from_anchor:
-        block = jnp.where(slot > slot[:, None] - window, block, -jnp.inf)
+        block = jnp.where(key_slot > slot[:, None] - window, block, -jnp.inf)
     # A slot always sees itself, so the softmax of a dummy block is finite; its output is zeroed below.
     weights = jax.nn.softmax(jnp.concatenate([context, block], axis=-1), axis=-1).astype(q.dtype)
     on_context, on_block = jnp.split(weights, [context.shape[-1]], axis=-1)

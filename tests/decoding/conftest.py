@@ -3,20 +3,27 @@
 Everything is built from seeded numpy arrays in the dtype that the test asks for, so float64 is exact from end to end.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
 
+from dspark_jax.decoding import engine as engine_module
 from dspark_jax.decoding.caches import empty_pools, view_pools, write_pools
 from dspark_jax.decoding.draft import Proposal, propose
+from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
 from dspark_jax.interop.drafter_io import Drafter, abstract_drafter, borrow
 from dspark_jax.interop.target_io import Target, abstract_params, dense_forward
-from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig, Rope, draft_decoder
+from dspark_jax.interop.tokenizer import Tokenizer
+from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig, Eagle3Config, Rope, draft_decoder
 from dspark_jax.models.target import Decoder
 from pallas_kernels.ragged_attention import ragged_rows
 
@@ -31,7 +38,7 @@ def random_params(shapes, seed: int, dtype: str):
     def leaf(path, like):
         noise = rng.standard_normal(like.shape)
         name = path[-1].key
-        if name == "scale":
+        if name in ("scale", "layer_scalar"):
             return jnp.asarray(1 + 0.1 * noise, dtype)
         fan_in = like.shape[-2] if name == "kernel" else 1
         return jnp.asarray(noise / np.sqrt(fan_in), dtype)
@@ -49,8 +56,12 @@ def make_target(
     sharpness: float = 2.0,
     context: float = 0.25,
     seed: int = 0,
+    **changes,
 ) -> Target:
-    """A random target. `sharpness`: size of its logits. `context`: how much the layers add to the last token's say."""
+    """A random target. `sharpness`: size of its logits. `context`: how much the layers add to the last token's say.
+
+    `changes`: of its config, which is a Qwen3's with full attention.
+    """
     config = DecoderConfig(
         family="qwen3",
         vocab_size=vocab,
@@ -64,10 +75,15 @@ def make_target(
         tied=False,
         eos_token_ids=eos,
     )
+    config = dataclasses.replace(config, **changes)
     params = random_params(abstract_params(Decoder(config)), seed, dtype)
     params["lm_head"]["kernel"] *= sharpness
-    params["layers"][0]["o_proj"]["kernel"] *= context
-    params["layers"][0]["mlp"]["down_proj"]["kernel"] *= context
+    for layers in params["layers"]:
+        if config.sandwich:  # norms behind the projections undo their size
+            layers["post_attention_layernorm"]["scale"] *= context
+            layers["post_feedforward_layernorm"]["scale"] *= context
+        layers["o_proj"]["kernel"] *= context
+        layers["mlp"]["down_proj"]["kernel"] *= context
     return Target(config, params, None, "tiny target")
 
 
@@ -78,8 +94,9 @@ def make_drafter(
     spoken: Sequence[int] | None = None,
     noise: float = 0.1,
     seed: int = 1,
+    **changes,
 ) -> Drafter:
-    """A drafter for `target`; `spoken`: the target ids of a reduced vocabulary.
+    """A drafter for `target`; `spoken`: the target ids of a reduced vocabulary. `changes`: of its layers' config.
 
     "bigram": its Markov table holds the target's logits after each single token, plus `noise` times the backbone's own
     opinion: right often, not always. "random": it knows nothing of the target.
@@ -88,7 +105,7 @@ def make_drafter(
     vocab, dtype = t.vocab_size, str(target.dtype)
     ids = np.arange(vocab) if spoken is None else np.sort(np.asarray(spoken))
     config = DrafterConfig(
-        decoder=draft_decoder(t, num_layers=2),
+        decoder=dataclasses.replace(draft_decoder(t, num_layers=2), **changes),
         block_size=block,
         mask_token_id=vocab - 1,
         tap_layers=(-1, t.num_layers - 1),
@@ -107,6 +124,15 @@ def make_drafter(
         params["markov_head"]["markov_w1"] *= 0.3
         params["markov_head"]["markov_w2"] *= 0.3
     return Drafter(config, params, borrow(target, None if spoken is None else ids))
+
+
+def make_eagle(target: Target, drafts: int = 3, seed: int = 4) -> Drafter:
+    """An Eagle3 drafter with random weights."""
+    t = target.config
+    config = Eagle3Config(
+        draft_decoder(t, 1, causal=True), drafts, (-1, 1, t.num_layers - 1), t.num_layers, t.vocab_size
+    )
+    return Drafter(config, random_params(abstract_drafter(config), seed, str(target.dtype)), borrow(target))
 
 
 _PAGE = 16
@@ -165,3 +191,73 @@ def tiny_target() -> TargetMaker:
 @pytest.fixture(scope="session")
 def tiny_drafter() -> DrafterMaker:
     return make_drafter
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle() -> DrafterMaker:
+    return make_eagle
+
+
+# ------------------------------------------------------------------------------- a target that talks, and its engines
+
+EOS = 7
+SPELLINGS = [
+    *"abcdefg", "<end>", *"hijklmnop", *"ABC", "Ġ", "ab", "bc", "abc", "cde", "aĠb",
+    # Bytes of é (C3 A9) and € (E2 82 AC) in GPT-2's alphabet, alone and with letters.
+    *"Ã©âĤ¬", "bÃ", "©c", "Ĥ¬", "aâ", "Ã©", "¬dÃ", "fg", "<note>",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def spelling() -> Tokenizer:
+    """Byte-level tokens: letters, pieces of words, pieces of characters, an end token and one that has no text."""
+    backend = tokenizers.Tokenizer(tokenizer_models.BPE({text: i for i, text in enumerate(SPELLINGS)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<note>"])
+    return Tokenizer(backend, {"eos_token": "<end>"}, None, "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """A target with text, whose vocabulary is padded, and engines without and with a drafter."""
+
+    target: Target
+    drafter: Drafter
+    plain: Engine
+    whole: Engine  # whole blocks, coupled: equal to `plain` token for token
+    two: Engine  # two drafts a round, rejection
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return {"plain": self.plain, "whole": self.whole, "two": self.two}
+
+
+TALK = {"max_slots": 3, "rounds_per_dispatch": 3, "page_size": 4}
+
+
+@pytest.fixture(scope="session")
+def talk(spelling) -> Talk:
+    with jax.enable_x64(True):
+        target = make_target(vocab=len(SPELLINGS) + 7, eos=(EOS,))
+        target = dataclasses.replace(target, tokenizer=spelling)
+        drafter = make_drafter(target, block=3)
+        return Talk(
+            target, drafter, Engine(target, strategy="off", sampler="coupled", **TALK),
+            Engine(target, drafter, sampler="coupled", **TALK), Engine(target, drafter, strategy="fixed:2", **TALK),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def few_programs(monkeypatch) -> Iterator[None]:
+    """One program for every number of slots, and the one with adjustments for everybody: compilation is slow."""
+    monkeypatch.setattr(engine_module, "bucket", lambda count: max(64, count))
+    monkeypatch.setattr(SamplingParams, "adjusts", True)
+    yield
+
+
+@pytest.fixture
+def pages_come_back(talk) -> Iterator[None]:
+    """Whatever a test does, the engines hold no page afterwards."""
+    yield
+    for engine in talk.engines.values():
+        assert not engine.pages._users and engine.pages.available == engine.pages.total

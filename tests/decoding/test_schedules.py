@@ -7,7 +7,6 @@ import pytest
 from dspark_jax.decoding import engine as engine_module
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.sampling import SamplingParams
-from dspark_jax.errors import UserError
 from dspark_jax.scheduling.cost_model import CostTable, Stamp, Time
 from dspark_jax.scheduling.scheduler import row_buckets
 
@@ -109,7 +108,9 @@ def test_auto_is_load_aware_with_a_table_and_whole_blocks_without(models):
     assert Engine(*models).policy.strategy == ("fixed", BLOCK)
 
 
-@pytest.mark.parametrize("strategy", ["load_aware", "load_aware_async", "dcut"])
-def test_a_missing_table_is_named(models, strategy):
-    with pytest.raises(UserError, match="profile"):
-        Engine(*models, strategy=strategy)
+def test_an_engine_without_a_table_measures_one_at_start(models, plain):
+    engine = Engine(*models, strategy="load_aware", sampler="coupled", max_slots=2, rounds_per_dispatch=2)
+    table = engine.load.table
+    assert {s for s, _ in table.draft} == {1, 2} and table.stamp.source == "measured"
+    prompts, params = requests()
+    assert [c.token_ids for c in engine.generate(prompts[:4], params[:4])] == plain[:4]

@@ -1,4 +1,4 @@
-"""Drafter checkpoints: round trips, the reference's own file, and one clear line for whatever does not fit."""
+"""Our own and DeepSpec's checkpoints: round trips, and one clear line for whatever does not fit the target."""
 
 import dataclasses
 import json
@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dspark_jax.errors import UserError
-from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter, load_drafter, save_drafter
+from dspark_jax.interop.drafter_io import Drafter, abstract_drafter, borrow, load_drafter
+from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import Target, load_target
 
 
@@ -33,7 +34,9 @@ def new_drafter(drafter: Drafter, target: Target, **changes) -> Drafter:
     ids = None
     if config.reduced:
         ids = np.sort(np.random.default_rng(0).permutation(target.config.vocab_size)[: config.draft_vocab_size])
-    return Drafter(config, init_drafter(config, jax.random.key(3)), borrow(target, ids))
+    rng = np.random.default_rng(3)
+    draw = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)  # noqa: E731
+    return Drafter(config, jax.tree.map(draw, abstract_drafter(config)), borrow(target, ids))
 
 
 def assert_trees_equal(a, b) -> None:
@@ -149,15 +152,31 @@ def edit(path: Path, **changes) -> None:
         ({"target_layer_ids": [-2, 1, 2, 4]}, ("tap layers", "-2")),
         ({"target_layer_ids": [1, -1, 2, 4]}, ("tap layers",)),
         ({"target_layer_ids": [1, 1, 2, 4]}, ("tap layers",)),
+        ({"target_layer_ids": [-1, 1, 2, 5]}, ("tap layers", "-1 .. 4")),  # the reference's is after the final norm
+        ({"target_layer_ids": [-1, 1, 4, 2]}, ("tap layers", "increase")),
+        ({"target_layer_ids": "1,2"}, ("target_layer_ids", "list")),
+        ({"target_layer_ids": [-1, 1, 2, 2.5]}, ("target_layer_ids", "2.5")),
         ({"target_layer_ids": []}, ("tap layers",)),
         ({"mask_token_id": 320}, ("mask token 320",)),
         ({"mask_token_id": -1}, ("mask token -1",)),
         ({"mask_token_id": 257}, ("mask token 257", "end")),
+        ({"pad_token_id": 300}, ("mask token 300", "padding")),
+        ({"eos_token_id": [257, 300]}, ("mask token 300", "end")),
+        ({"mask_token_id": "300"}, ("mask token '300'",)),
+        ({"mask_token_id": True}, ("mask token True",)),
+        ({"target_hidden_size": 64}, ("hidden size is 64", "96")),
         ({"architectures": ["LlamaForCausalLM"]}, ("architecture 'LlamaForCausalLM'",)),
         ({"architectures": []}, ("architecture",)),
         ({"architectures": ...}, ("architecture",)),
         ({"markov_head_type": "banana"}, ("head 'banana'",)),
         ({"markov_rank": 0}, ("Markov",)),
+        ({"markov_rank": -1}, ("markov_rank is -1",)),
+        ({"markov_rank": 8}, ("'markov_head.markov_w1.weight' has shape [320, 16]", "[320, 8]")),
+        ({"confidence_head_with_markov": False}, ("'confidence_head.proj.weight' has shape [1, 112]", "[1, 96]")),
+        ({"enable_confidence_head": False}, ("does not account for", "'confidence_head.proj.")),
+        ({"target_layer_ids": [-1, 1, 2]}, ("'fc.weight' has shape [96, 384]", "[96, 288]")),
+        ({"block_size": 1, "sample_from_anchor": False}, ("block of 1",)),
+        ({"draft_vocab_size": 100}, ("'markov_head.markov_w2.weight' has shape [320, 16]", "[100, 16]")),
         ({"block_size": 0}, ("block_size",)),
         ({"block_size": "five"}, ("block_size",)),
         ({"num_hidden_layers": 3}, ("layers.2.",)),
@@ -234,25 +253,41 @@ def test_no_weights(copy, target):
     refuses(copy, target, "no safetensors")
 
 
-@pytest.mark.parametrize("what", ["absolute ids", "repeated ids", "outside", "missing"])
+@pytest.mark.parametrize("what", ["repeated ids", "outside", "missing"])
 def test_bad_draft_vocabulary(tmp_path, drafter, target, what):
-    """N2: some trainers store target ids where offsets are expected; reading those as offsets drafts garbage."""
     save_drafter(tmp_path, new_drafter(drafter, target, draft_vocab_size=100), target)
 
     def change(tensors):
-        offsets = tensors["d2t"]
-        changed = {
-            "absolute ids": offsets + np.arange(100),
-            "repeated ids": offsets - np.arange(100),
-            "outside": offsets + 320,
-        }
-        if what == "missing":
-            del tensors["d2t"]
-        else:
-            tensors["d2t"] = changed[what]
+        offsets = tensors.pop("d2t")
+        if what != "missing":
+            tensors["d2t"] = offsets - np.arange(100) if what == "repeated ids" else offsets + 320
 
     spoil(tmp_path, change)
     refuses(tmp_path, target, "lacks the tensor 'd2t'" if what == "missing" else "d2t is no increasing map")
+
+
+def test_draft_vocabulary_of_target_ids(tmp_path, drafter, target):
+    """N2: some trainers store target ids where offsets are expected."""
+    made = new_drafter(drafter, target, draft_vocab_size=100)
+    save_drafter(tmp_path, made, target)
+    spoil(tmp_path, lambda tensors: tensors.update(d2t=tensors["d2t"] + np.arange(100)))
+    assert_trees_equal(load_drafter(tmp_path, target).borrowed, made.borrowed)
+
+
+def test_our_own_files_may_tap_the_last_layer_and_in_any_order(tmp_path, drafter, target):
+    """What is trained here taps what layers put out, the last one's too."""
+    made = new_drafter(drafter, target, tap_layers=(5, -1, 2, 4))
+    save_drafter(tmp_path, made, target)
+    assert load_drafter(tmp_path, target).config == made.config
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_block_size_that_a_caller_asks_for(golden, target, size):
+    if size == 5:
+        assert load_drafter(golden / "dspark_vanilla", target, block_size=size).config.block_size == 5
+    else:
+        with pytest.raises(UserError, match="block size is 5, not 7"):
+            load_drafter(golden / "dspark_vanilla", target, block_size=size)
 
 
 def test_no_such_directory(tmp_path, target):

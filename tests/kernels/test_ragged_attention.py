@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.ragged_attention import Prefix, Rows, ragged_attention, ragged_rows
+from pallas_kernels.ragged_attention import Prefix, Rows, ragged_attention, ragged_rows, step_attention
 from pallas_kernels.ragged_attention.reference import masked_attention
 
 LAYERS, PAGE, HEADS, KV_HEADS, DIM = 2, 4, 6, 2, 8
@@ -17,10 +17,10 @@ SCALE = DIM**-0.5
 BLOCK, NUM_ROWS, TABLE_WIDTH = 5, 14, 4  # fixed for hypothesis: one compilation
 
 
-@functools.partial(jax.jit, static_argnames=("block", "causal"))
-def attention(q, k, v, counts, starts, prefix, layer, *, block, causal):
+@functools.partial(jax.jit, static_argnames=("block", "causal", "window", "from_anchor"))
+def attention(q, k, v, counts, starts, prefix, layer, *, block, causal, **windowed):
     rows = ragged_rows(counts, starts, len(q), block)
-    return ragged_attention(q, k, v, rows, prefix, layer, causal=causal, scale=SCALE)
+    return ragged_attention(q, k, v, rows, prefix, layer, causal=causal, scale=SCALE, **windowed)
 
 
 def random_rows(seed: int, num_rows: int = NUM_ROWS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -59,28 +59,39 @@ def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return out
 
 
-def expected_rows(q, k, v, counts, causal: bool, cached, layer: int) -> np.ndarray:
+def expected_rows(
+    q, k, v, counts, causal: bool, cached, layer: int, window: int = 0, from_anchor: bool = False
+) -> np.ndarray:
     """The real rows `[sum(counts), H, D]`, request by request."""
     out, first = [], 0
     for request, count in enumerate(counts):
         for i in range(count):
-            seen = slice(first, first + (i + 1 if causal else count))
-            keys, values = k[seen], v[seen]
+            block = np.arange(i + 1 if causal else count)
+            if window and not from_anchor:
+                block = block[block > i - window]
+            keys, values = k[first + block], v[first + block]
             if cached is not None:
-                keys = np.concatenate([cached[request][0][layer], keys])
-                values = np.concatenate([cached[request][1][layer], values])
+                # Distance from the block's first row, which stands right behind the prefix.
+                distance = np.arange(-cached[request][0].shape[1], 0)
+                oldest = -len(distance) if not window else -window if from_anchor else i - window + 1
+                seen = distance >= oldest
+                keys = np.concatenate([cached[request][0][layer][seen], keys])
+                values = np.concatenate([cached[request][1][layer][seen], values])
             out.append(plain_attention(q[first + i], keys, values))
         first += count
     return np.reshape(out, (-1, HEADS, DIM))
 
 
-def check(counts: list[int], lengths: list[int] | None, causal: bool, seed: int, layer: int = 1) -> np.ndarray:
+def check(
+    counts: list[int], lengths: list[int] | None, causal: bool, seed: int, layer: int = 1, **windowed
+) -> np.ndarray:
     """Compares the real rows with the plain loop and returns the padding rows, which must be finite."""
     q, k, v = random_rows(seed)
     prefix, cached = (None, None) if lengths is None else cached_prefix(lengths, seed)
     starts = jnp.asarray(lengths or [0] * len(counts))
-    out = np.asarray(attention(q, k, v, jnp.asarray(counts), starts, prefix, layer, block=BLOCK, causal=causal))
-    expected = expected_rows(q, k, v, counts, causal, cached, layer)
+    args = (q, k, v, jnp.asarray(counts), starts, prefix, layer)
+    out = np.asarray(attention(*args, block=BLOCK, causal=causal, **windowed))
+    expected = expected_rows(q, k, v, counts, causal, cached, layer, **windowed)
     np.testing.assert_allclose(out[: len(expected)], expected, rtol=1e-5, atol=1e-5)
     assert np.isfinite(out).all()
     return out[len(expected) :]
@@ -100,6 +111,44 @@ def test_matches_a_loop_for_any_counts_and_lengths(causal, data):
     counts = data.draw(st.lists(st.integers(0, BLOCK), min_size=3, max_size=3).filter(lambda c: sum(c) <= NUM_ROWS))
     lengths = data.draw(st.lists(st.integers(0, TABLE_WIDTH * PAGE), min_size=3, max_size=3))
     check(counts, lengths, causal, data.draw(st.integers(0, 99)), data.draw(st.integers(0, LAYERS - 1)))
+
+
+@pytest.mark.parametrize(("window", "from_anchor"), [(1, False), (3, False), (3, True), (9, False), (9, True)])
+@pytest.mark.parametrize("causal", [True, False])
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_window_matches_a_loop_for_any_counts_and_lengths(causal, window, from_anchor, data):
+    counts = data.draw(st.lists(st.integers(0, BLOCK), min_size=3, max_size=3).filter(lambda c: sum(c) <= NUM_ROWS))
+    lengths = data.draw(st.lists(st.integers(0, TABLE_WIDTH * PAGE), min_size=3, max_size=3))
+    seed = data.draw(st.integers(0, 99))
+    check(counts, lengths, causal, seed, window=window, from_anchor=from_anchor)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_larger_than_everything_is_none(causal, from_anchor):
+    counts, lengths = [5, 2, 4], [16, 0, 13]
+    q, k, v = random_rows(11)
+    args = (q, k, v, jnp.asarray(counts), jnp.asarray(lengths), cached_prefix(lengths, 11)[0], 1)
+    plain = attention(*args, block=BLOCK, causal=causal)
+    windowed = attention(*args, block=BLOCK, causal=causal, window=TABLE_WIDTH * PAGE + BLOCK, from_anchor=from_anchor)
+    np.testing.assert_array_equal(windowed, plain)
+
+
+@pytest.mark.parametrize("window", [0, 2, 7, 40])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_step_equals_the_last_row_of_a_causal_block(steps, window):
+    """Eagle3 drafts row by row behind its prefix; all rows at once must give the newest one the same."""
+    lengths = [7, 0, 16]
+    q, k, v = random_rows(12, 3 * steps)
+    prefix, _ = cached_prefix(lengths, 12)
+    counts = jnp.full(3, steps)
+    out = attention(
+        q, k, v, counts, jnp.asarray(lengths), prefix, 1, block=steps, causal=True, window=window, from_anchor=False
+    )
+    by_request = [a.reshape(3, steps, *a.shape[1:]) for a in (q, k, v)]
+    step = step_attention(by_request[0][:, -1], *by_request[1:], prefix, 1, scale=SCALE, window=window)
+    np.testing.assert_allclose(step, out.reshape(3, steps, HEADS, DIM)[:, -1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [-3e38, 0.0, 1e30])

@@ -1,0 +1,129 @@
+"""What rounds cost on the devices at hand: the serving programs themselves, timed at every size (paper section 4)."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decoding.round import Slots, decode
+from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
+from dspark_jax.decoding.schedule import Policy, SlotSchedule
+from dspark_jax.interop.drafter_io import Drafter
+from dspark_jax.interop.target_io import Target
+from dspark_jax.scheduling.cost_model import CostTable, Stamp, profile
+from dspark_jax.scheduling.scheduler import RoundCost, Strategy
+
+if TYPE_CHECKING:
+    from dspark_jax.decoding.engine import Engine
+
+REPEATS = 5
+LEAST_CONTEXT = 64  # tokens
+
+
+def stamp_of(target: Target, drafter: Drafter) -> Stamp:
+    """Where a table measured with these models on these devices holds."""
+    device = jax.devices()[0]
+    return Stamp(
+        device=device.device_kind,
+        devices=1,
+        mesh="",
+        model=target.name,
+        fingerprint=target.fingerprint,
+        drafter=drafter_fingerprint(drafter),
+        dtype=str(target.dtype),
+        jax=jax.__version__,
+    )
+
+
+def drafter_fingerprint(drafter: Drafter) -> str:
+    """16 hex digits of a drafter's sizes and of some weights in bfloat16."""
+    digest = hashlib.sha256(repr(jax.tree.map(jnp.shape, drafter.params)).encode())
+    for array in jax.tree.leaves(drafter.params):
+        digest.update(np.asarray(array.ravel()[:64].astype(jnp.bfloat16)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def measure_costs(engine: "Engine", drafter: Drafter, repeats: int = REPEATS) -> CostTable:
+    """The cost table of an idle engine with a drafter, for every number of slots and context that it serves.
+
+    Overwrites what the engine's pages hold. A drafted round adds the difference between two programs at the fewest
+    rows, one with drafting and scheduling and one without; a step's time is what its round leaves when that is taken
+    away.
+    """
+    slots = [1 << i for i in range((engine.max_slots - 1).bit_length())] + [engine.max_slots]
+    widest = engine.context_pages(engine.context) * engine.page_size
+    contexts = [widest] + [c for c in (LEAST_CONTEXT << (2 * i) for i in range(16)) if c < widest]
+    timed = _Timer(engine, repeats)
+
+    def measure(rows: int, active: int, context: int) -> Sequence[float]:
+        if rows == active:
+            return timed.plain(active, context)
+        added = np.median(timed.draft(active, context))
+        return [max(t - added, 1e-9) for t in timed.drafted(rows, active, context)]
+
+    engine.pages.forget()
+    return profile(
+        stamp_of(engine.target, drafter), slots, sorted(contexts), engine.drafts, measure,
+        lambda active, context: timed.draft(active, context),
+    )  # fmt: skip
+
+
+class _Timer:
+    """Times rounds of an engine; every size is measured once."""
+
+    def __init__(self, engine: "Engine", repeats: int):
+        self.engine, self.repeats = engine, repeats
+        self.policy = Policy(engine.policy.sampler, Strategy("load_aware"))
+        self.plain = functools.cache(self._plain)
+        self.drafted = functools.cache(self._drafted)
+        self.draft = functools.cache(self._draft)
+
+    def _plain(self, active: int, context: int) -> list[float]:
+        return self._seconds(active, context, 0, None)
+
+    def _drafted(self, rows: int, active: int, context: int) -> list[float]:
+        """Rounds that verify `rows` rows: what fits costs nothing, more is out of the question."""
+        rows_J = np.asarray(self.policy.buckets(active, self.engine.drafts), np.int32)
+        seconds_J = np.where(rows_J <= rows, 1e-6, 1e6).astype(np.float32)
+        return self._seconds(active, context, self.engine.drafts, RoundCost(rows_J, seconds_J, np.float32(1e-6)))
+
+    def _draft(self, active: int, context: int) -> list[float]:
+        plain = np.median(self.plain(active, context))
+        return [max(t - plain, 1e-9) for t in self.drafted(active, active, context)]
+
+    def _seconds(self, active: int, context: int, drafts: int, cost: RoundCost | None) -> list[float]:
+        """Seconds per round of `repeats` dispatches, after one that compiles."""
+        engine, seconds = self.engine, []
+        template = self._slots(context)
+        for _ in range(self.repeats + 1):
+            slots = jax.block_until_ready(jax.tree.map(jnp.copy, template))
+            start = time.perf_counter()
+            engine.caches, _, emitted = decode(
+                engine.models, self.policy, engine.weights, engine.caches, slots, cost, active=active, drafts=drafts,
+                context_pages=context // engine.page_size, rounds=engine.rounds,
+            )  # fmt: skip
+            jax.block_until_ready(emitted)
+            seconds.append((time.perf_counter() - start) / engine.rounds)
+        return seconds[1:]
+
+    def _slots(self, context: int) -> Slots:
+        """Requests that go on for ever behind a full context; their confidences are level, so all can be admitted."""
+        engine = self.engine
+        slots, count = engine.empty_slots(), engine.max_slots
+        length = max(context - engine.rounds * (engine.drafts + 1), 1)
+        one = SlotSampling.of(SamplingParams(temperature=0.0), 0, (), slots.sampling.stop_RxE.shape[1])
+        table = np.arange(slots.table_RxC.size).reshape(slots.table_RxC.shape) % engine.pages.total
+        level = SlotSchedule.of(np.full(engine.drafts, 1e9))
+        repeat = lambda a: jnp.repeat(jnp.asarray(a)[None], count, axis=0)  # noqa: E731
+        return slots.replace(
+            length_R=jnp.full(count, length, jnp.int32),
+            remaining_R=jnp.full(count, 1 << 30, jnp.int32),
+            table_RxC=jnp.asarray(table, jnp.int32),
+            sampling=jax.tree.map(repeat, one),
+            schedule=jax.tree.map(repeat, level),
+        )
