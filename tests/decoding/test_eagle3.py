@@ -29,7 +29,7 @@ def requests():
     """Greedy and sampled requests, some with a stop token, of many prompt and answer lengths."""
     prompts = [list(TEXT[3 * i : 3 * i + n]) for i, n in enumerate(LENGTHS)]
     params = [
-        SamplingParams(temperature=(0.0, 0.7, 0.0, 0.3)[i % 4], seed=i, max_tokens=(20, 9, 24, 1)[i // 2],
+        SamplingParams(temperature=(0.0, 0.7, 0.0, 0.3)[i % 4], seed=i, max_tokens=(4, 24, 9, 20, 1, 23, 7, 18)[i],
                        ignore_eos=True, stop_token_ids=(ord("\n"),) * (i % 4 == 2))
         for i in range(len(LENGTHS))
     ]  # fmt: skip
@@ -66,12 +66,12 @@ def refilled(pair):
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "PREFILL_CHUNK", CHUNK)
         engine = Engine(
-            *pair, sampler="coupled", max_slots=2, max_length=MAX_LENGTH, cache_tokens=1024, rounds_per_dispatch=3,
+            *pair, sampler="coupled", max_slots=2, max_length=MAX_LENGTH, cache_tokens=1024, rounds_per_dispatch=1,
             page_size=8,
         )  # fmt: skip
         made, pages, take = engine.requests(*requests()), [], engine.pages.take
         patch.setattr(engine.pages, "take", lambda *args: pages.append(take(*args)) or pages[-1])
-        for _ in engine.run(made, 3):
+        for _ in engine.run(made, 1):
             pass
         return engine, made, pages
 

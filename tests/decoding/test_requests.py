@@ -74,7 +74,7 @@ def test_refusals_among_good_requests(x64, few_programs, pages_come_back, talk):
         ({"max_tokens": 65}, "max_tokens=65"), ({"stop_token_ids": range(9)}, "9 stop tokens"),
         ({"logit_bias": {46: 1.0}}, r"biases token [46]"),
     ]  # fmt: skip
-    impossible = [SamplingParams(**({"logprobs": 1, "seed": 3, "ignore_eos": True} | change)) for change, _ in changes]
+    impossible = [SamplingParams(**({"logprobs": 1, "seed": 3, "max_tokens": 9} | change)) for change, _ in changes]
     prompts = [[1, 2, 3], *BAD_PROMPTS, [1, 2, 3], *[[1, 2, 3]] * len(changes), [0] * 64, [1, 2, 3]]
     params = [good, *[good] * len(BAD_PROMPTS), good, *impossible, good, good]
     requests = talk.whole.requests(prompts, params)

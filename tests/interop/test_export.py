@@ -18,6 +18,7 @@ from dspark_jax.interop.drafter_io import Drafter, abstract_drafter, borrow, loa
 from dspark_jax.interop.export import checkpoint, export_drafter, save_drafter
 from dspark_jax.interop.export_needs import CONSUMERS
 from dspark_jax.interop.target_io import Target, load_target
+from dspark_jax.models.config import Eagle3Config
 
 GOLDEN_DRAFTERS = ("dspark_vanilla", "dspark_rnn", "dflash", "eagle3", "gemma4_keqv")
 
@@ -466,6 +467,19 @@ def test_eagle3_as_each_has_it(make, consumer, architecture, prefix, ids, tables
         assert not np.any(whole["d2t"]) and np.all(whole["t2d"])
     else:
         assert not {"d2t", "t2d"} & whole.keys()
+
+
+def test_eagle3_for_gemma4(tmp_path, drafters, targets):
+    """18 tensors, as the reference counts them (spec 1.4, 6)."""
+    target, like = targets["gemma4_keqv_target"], drafters["gemma4_keqv"].config.decoder
+    kind = dataclasses.replace(like.attention[0], causal=True)
+    decoder = dataclasses.replace(like, attention=(kind,), layer_kinds=(0,))
+    drafter = random_drafter(Eagle3Config(decoder, 7, (0, 1, 2, 3, 4), 6, 320), target)
+    export_drafter(tmp_path / "export", drafter, target, "deepspec", dtype="float32")
+    assert_same(load_drafter(tmp_path / "export", target), drafter)
+    raw, tensors = read(tmp_path / "export")
+    assert raw["architectures"] == ["Gemma4Eagle3Model"] and len(tensors) == 18
+    assert (raw["global_head_dim"], raw["head_dim"], raw["ttt_length"]) == (32, 16, 7)
 
 
 def test_vllm_knows_eagle3_with_norms_by_another_name(make):

@@ -15,10 +15,13 @@ import pytest
 
 from configs.base import get_base
 from dspark_jax.data.batches import Batches, draft_vocabulary
+from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.training.checkpoints import open_checkpoints
+from dspark_jax.training.drafters import new_drafter_config
 from dspark_jax.training.features import FeatureSource
 from dspark_jax.training.loop import train
 
@@ -66,6 +69,31 @@ def test_a_run_leaves_a_drafter_that_fits_its_target(unbroken, chat_model):
 def test_the_loss_falls(unbroken):
     by_step = losses(unbroken[0].workdir)
     assert by_step[6] < by_step[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("domino", {"head_type": "domino", "gru_width": 8, "confidence": False}),
+        ("eagle3", {"kind": "eagle3", "ttt_length": 3}),
+    ],
+)
+def test_other_kinds_are_trained_saved_and_served(chat_model, tmp_path, kind, changes):
+    config = tiny_config(chat_model, tmp_path / "run", 4)
+    config.drafter.update(changes)
+    config.train.curriculum = 1.0 if kind == "domino" else 0.0
+    target = load_target(chat_model)
+    drafter = load_drafter(train(config), target)
+    by_step = losses(config.workdir)
+    assert by_step[4] < by_step[1]
+    made = new_drafter_config(config, target)
+    assert (drafter.config.num_drafts, drafter.config.tap_layers) == (made.num_drafts, made.tap_layers)
+    prompts, params = [[1, 2, 3], [5] * 9], SamplingParams(temperature=0.0, max_tokens=12)
+    engine = Engine(target, drafter, max_slots=2, rounds_per_dispatch=16)
+    plain = Engine(target, strategy="off", max_slots=2, rounds_per_dispatch=16)
+    assert engine.drafts == made.num_drafts
+    served, expected = engine.generate(prompts, params), plain.generate(prompts, params)
+    assert [c.token_ids for c in served] == [c.token_ids for c in expected]
 
 
 @pytest.mark.parametrize("keep_features", [False, True])
