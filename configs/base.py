@@ -68,7 +68,8 @@ def get_base() -> ConfigDict:
 
     c.serve = ConfigDict()
     c.serve.drafter = ""  # directory of a trained drafter; "": plain decoding
-    c.serve.strategy = "auto"
+    c.serve.strategy = "auto"  # "off", "fixed:k", "threshold:c", "dcut", "load_aware", "load_aware_async"
+    c.serve.cost_table = ""  # what rounds cost here, as `profile` measured it; "": costs.json in the workdir
     c.serve.sampler = "rejection"
     c.serve.max_slots = 16
     c.serve.max_length = 0  # prompt and answer; 0: the model's context
@@ -78,5 +79,10 @@ def get_base() -> ConfigDict:
     c.sampling.top_k = 0
     c.sampling.top_p = 1.0
     c.sampling.min_p = 0.0
+    c.sampling.repetition_penalty = 1.0
+    c.sampling.presence_penalty = 0.0
+    c.sampling.frequency_penalty = 0.0
+    c.sampling.stop = ()
+    c.sampling.min_tokens = 0
     c.sampling.max_tokens = 256
     return c

@@ -224,7 +224,7 @@ class Engine:
 
     def _free(self, request: Request) -> None:
         self.pages.give(request.pages)
-        request.pages = []
+        request.release()
 
     def _launch(self, live: list[Request], rounds: int) -> _Dispatch:
         """Starts up to `rounds` rounds of all live slots; returns without waiting."""

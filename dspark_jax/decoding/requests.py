@@ -179,6 +179,10 @@ class Request:
         done.text += shown
         return self._event(shown) or StreamEvent(self.index, "", [], reason)
 
+    def release(self) -> None:
+        """Drops what only a running request needs: thousands of answers may be waiting for the last one."""
+        self.pages, self.carry, self._text = [], (), None
+
 
 def new_requests(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
     """Queued requests in the order of the prompts. `params`: one for all, or one each."""

@@ -15,8 +15,6 @@ import pytest
 
 from configs.base import get_base
 from dspark_jax.data.batches import Batches, draft_vocabulary
-from dspark_jax.decoding.engine import Engine
-from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import load_target
@@ -78,7 +76,7 @@ def test_the_loss_falls(unbroken):
         ("eagle3", {"kind": "eagle3", "ttt_length": 3}),
     ],
 )
-def test_other_kinds_are_trained_saved_and_served(chat_model, tmp_path, kind, changes):
+def test_other_kinds_are_trained_and_saved(chat_model, tmp_path, kind, changes):
     config = tiny_config(chat_model, tmp_path / "run", 4)
     config.drafter.update(changes)
     config.train.curriculum = 1.0 if kind == "domino" else 0.0
@@ -88,12 +86,6 @@ def test_other_kinds_are_trained_saved_and_served(chat_model, tmp_path, kind, ch
     assert by_step[4] < by_step[1]
     made = new_drafter_config(config, target)
     assert (drafter.config.num_drafts, drafter.config.tap_layers) == (made.num_drafts, made.tap_layers)
-    prompts, params = [[1, 2, 3], [5] * 9], SamplingParams(temperature=0.0, max_tokens=12)
-    engine = Engine(target, drafter, max_slots=2, rounds_per_dispatch=16)
-    plain = Engine(target, strategy="off", max_slots=2, rounds_per_dispatch=16)
-    assert engine.drafts == made.num_drafts
-    served, expected = engine.generate(prompts, params), plain.generate(prompts, params)
-    assert [c.token_ids for c in served] == [c.token_ids for c in expected]
 
 
 @pytest.mark.parametrize("keep_features", [False, True])
