@@ -86,7 +86,7 @@ def answers(config: ConfigDict, engine: Engine, prompts: str, temperature: float
 
 
 def record_rounds(completions: Sequence[Completion]) -> Rounds:
-    """Confidences and fates of all rounds. A round that a stop or the limit cut off says nothing of its later drafts."""
+    """Confidences and fates of all rounds. One that a stop or the limit cut off says nothing of its later drafts."""
     logits, verified, accepted = [], [], []
     for c in completions:
         cut = len(c.token_ids) < sum(c.accepted) + len(c.accepted)

@@ -71,7 +71,7 @@ def train(target, rows: np.ndarray, rounded: bool, steps: int):
     state, borrowed = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32)), borrow(target)
     for step in range(steps):
         tokens = rows[np.arange(step * BATCH, (step + 1) * BATCH) % len(rows)]
-        batch = Batch(np.arange(BATCH), tokens, np.ones(tokens.shape, np.uint8), np.full(BATCH, LENGTH))
+        batch = Batch(tokens, np.ones(tokens.shape, np.uint8), np.full(BATCH, LENGTH), np.arange(BATCH))
         features = target_features(target.module, target.params, tokens)
         state, _ = train_step(setup, borrowed, state, features, batch, jax.random.key(1))
     return config, state.params

@@ -32,8 +32,8 @@ class SamplingParams:
     in `transformers` (repetition: prompt and output) and in the OpenAI API (presence, frequency: output); `logit_bias`
     maps token ids to what is added to their logits. Stop tokens are the model's own end tokens (unless `ignore_eos`)
     and `stop_token_ids`; the one that ended a request is kept, while a `stop` string is in neither text nor tokens.
-    Until `min_tokens` are out no stop token comes, and a stop string that begins there does not count. `logprobs` n: the log-probability of every token under the
-    model's own distribution, and of the n likeliest ones beside it.
+    Until `min_tokens` are out no stop token comes, and a stop string that begins there does not count. `logprobs` n:
+    the log-probability of every token under the model's own distribution, and of the n likeliest ones beside it.
     """
 
     temperature: float = 1.0

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
 from dspark_jax.decoding import engine as engine_module
 from dspark_jax.decoding import verify as verify_module
@@ -23,8 +22,7 @@ from pallas_kernels import warp as warps
 from pallas_kernels.noise import Role, position_key
 from pallas_kernels.ragged_attention import ragged_rows
 from pallas_kernels.warp import Warp
-
-PASS, FAIL = 1e-4, 1e-9  # p-values; seeds are fixed, so a verdict never changes from run to run
+from tests.decoding.laws import FAIL, PASS, chi_square, law
 
 # ------------------------------------------------------------------------------------ (a) float64: token for token
 
@@ -273,44 +271,12 @@ def simulate(program, chain: Chain, params, tokens: int, counts=None, start: int
     return out[:, :tokens], first
 
 
-def law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Rows of probabilities, by sorting: written apart from `pallas_kernels.warp`."""
-    if params.temperature == 0:
-        return np.eye(logits.shape[-1])[np.argmax(logits, axis=-1)]
-    out = []
-    for row in np.asarray(logits, np.float64) / params.temperature:
-        p = np.exp(row - row.max())
-        order = np.argsort(-p)
-        kept = order[: params.top_k or None]
-        mass = np.cumsum(p[kept]) / p[kept].sum()
-        kept = kept[: np.searchsorted(mass, params.top_p - 1e-9) + 1]
-        kept = kept[p[kept] >= params.min_p * p.max()]
-        out.append(np.where(np.isin(np.arange(len(p)), kept), p, 0))
-    return np.array(out) / np.sum(out, axis=-1, keepdims=True)
-
-
 def sequence_law(p: np.ndarray, tokens: int, start: int = 0) -> np.ndarray:
     """`[V] * tokens`: the probability of every sequence of a chain."""
     joint = p[start]
     for _ in range(tokens - 1):
         joint = joint[..., None] * p
     return joint
-
-
-def chi_square(samples: np.ndarray, probability: np.ndarray) -> float:
-    """p-value of samples `[R, n]` (or `[R]`) against their law; impossible outcomes that occur give 0."""
-    samples = samples[:, None] if samples.ndim == 1 else samples
-    cells = np.ravel_multi_index(tuple(samples.T), probability.shape)
-    seen, expected = np.bincount(cells, minlength=probability.size), probability.ravel() * len(samples)
-    if seen[expected == 0].any():
-        return 0.0
-    # Cells too thin for the approximation are thrown together, and into the thinnest other one if need be.
-    order = np.argsort(expected)
-    thin = max(np.searchsorted(np.cumsum(expected[order]), 5), np.sum(expected < 5) - 1) + 1
-    seen, expected = (np.append(a[order[thin:]], a[order[:thin]].sum()) for a in (seen, expected))
-    if len(seen) == 1:
-        return 1.0
-    return scipy.stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue
 
 
 def both_accept(sampler: str, p: np.ndarray, q: np.ndarray) -> np.ndarray:
