@@ -138,6 +138,7 @@ def answers(
     planner: str,
     by_position: bool = False,
     alone: bool = False,
+    shared_seeds: bool = False,
     seed: int = 0,
 ) -> Answers:
     """Runs all loads. `costs`: of each. `alone`: the first request of each load has it for itself."""
@@ -148,15 +149,16 @@ def answers(
     run = program(engine.models, sampler)
     caches = jax.tree.map(lambda a: jnp.zeros((a.shape[0], LOADS * SIZE, *a.shape[2:]), a.dtype), engine.caches)
     index = list(planners(sampler)).index(planner)
-    out = jax.device_get(run(engine.weights, caches, _every_load(engine.slots, alone, seed), costs, index, by_position))
+    out = jax.device_get(run(engine.weights, caches, _every_load(engine.slots, alone, shared_seeds, seed), costs, index, by_position))
     return Answers(_tokens(out.token_DxRxQ, out.count_DxR), out.verified_DxR[out.count_DxR > 0])
 
 
-def _every_load(slots: Slots, alone: bool, seed: int) -> Slots:
+def _every_load(slots: Slots, alone: bool, shared_seeds: bool, seed: int) -> Slots:
     """One load's slots for all loads, each with seeds and a page of its own."""
     slots = jax.tree.map(lambda a: jnp.tile(a, (LOADS, *[1] * (a.ndim - 1))), slots)
     index = jnp.arange(LOADS * SIZE)
-    words = (index.astype(jnp.uint32), jnp.full(index.shape, seed, jnp.uint32))
+    first = index // SIZE if shared_seeds else index
+    words = (first.astype(jnp.uint32), jnp.full(index.shape, seed, jnp.uint32))
     remaining = jnp.where(alone & (index % SIZE > 0), 0, slots.remaining_R)
     sampling = slots.sampling.replace(seed=words)
     return slots.replace(sampling=sampling, table_RxC=index[:, None], remaining_R=remaining)
