@@ -330,6 +330,8 @@ class Engine:
         if failed:
             raise UserError(f"prompt {index} {failed}")
         seed = random.getrandbits(64) if params.seed is None else params.seed
+        if self.policy.shares_budgets:  # one seed for all requests must not be one noise for all
+            seed = random.Random(f"{seed} {index}").getrandbits(64)
         request.admit(ids, seed, min(params.max_tokens, room), stops, tokenizer)
 
     def _take_pages(self, request: Request, filling: list[Request]) -> bool:

@@ -39,6 +39,15 @@ class Policy:
     def needs_cost(self) -> bool:
         return self.strategy.name in ("load_aware", "load_aware_async", "dcut")
 
+    @property
+    def shares_budgets(self) -> bool:
+        """True when other requests' drafts decide what is verified of one, and the sampler would notice.
+
+        The law then holds only if requests draw different noise: with one seed for two of them, the one's draft tells
+        what the other's is.
+        """
+        return self.needs_cost and self.sampler == "rejection"
+
     def buckets(self, slots: int, drafts: int) -> tuple[int, ...]:
         """Rows that a round's target step may run over, one program each."""
         return row_buckets(slots, drafts) if self.scheduled and drafts else (slots * (drafts + 1),)

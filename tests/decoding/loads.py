@@ -19,19 +19,22 @@ from dspark_jax.decoding import draft as draft_module
 from dspark_jax.decoding import round as round_module
 from dspark_jax.decoding.draft import Proposal
 from dspark_jax.decoding.engine import Engine
-from dspark_jax.decoding.round import Models, Slots, decode
+from dspark_jax.decoding.round import Emitted, Models, Slots, decode
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.schedule import Plan, Policy, plan
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target, dense_forward
+from dspark_jax.scheduling.cost_model import CostTable
 from dspark_jax.scheduling.scheduler import RoundCost, parse_strategy
 from pallas_kernels.noise import Role, position_key
 from tests.decoding.laws import chi_square, law
 
 VOCAB, BLOCK, ANSWER = 5, 4, 4  # tokens of the vocabulary, of a block, and of every answer
 LOADS, SIZE = 4096, 3  # loads in a program, requests in a load
+PAGE = 8  # rows of a request, prompt and answer
 STRATEGIES = ("threshold:0.5", "load_aware", "load_aware_async", "dcut")
-LIKED = 0  # the token that leaks trust
+LIKED = 0  # the only token that a leak trusts
+SURE = 200.0  # a logit whose sigmoid is 1, and 0 below zero
 
 Planner = Callable[..., Plan]
 
@@ -44,12 +47,12 @@ def planner(strategy: str, sampler: str) -> Planner:
     return functools.partial(plan, Policy(sampler, parse_strategy(strategy, BLOCK)))
 
 
-def leaky(planner: Planner) -> Planner:
-    """The same, with confidences that look at the very token whose fate they decide."""
+def leaky(own: Planner) -> Planner:
+    """The same plan, with confidences that look at the very token whose fate they decide."""
 
     def plan(schedule, proposal: Proposal, *rest) -> Plan:
-        leak = jnp.where(proposal.token_RxK == LIKED, 9.0, -9.0)
-        return planner(schedule, proposal.replace(confidence_RxK=leak), *rest)
+        leak = jnp.where(proposal.token_RxK == LIKED, SURE, -SURE)
+        return own(schedule, proposal.replace(confidence_RxK=leak), *rest)
 
     return plan
 
@@ -67,16 +70,10 @@ def plan_by_load(every: Sequence[Planner], index: jax.Array) -> Planner:
     """Planner `index` on each load by itself, in place of `round.plan`."""
 
     def plan(policy, schedule, proposal, greedy_R, active_R, costs: RoundCost) -> Plan:
-        parts = jax.tree.map(
-            lambda a: a.reshape(LOADS, SIZE, *a.shape[1:]), (schedule, proposal, greedy_R, active_R)
-        )
-
-        def one(planner: Planner):
-            return jax.vmap(lambda *load: (lambda p: (p.length_R, p.schedule))(planner(*load)))
-
-        flat = jax.tree.map(
-            lambda a: a.reshape(-1, *a.shape[2:]), jax.lax.switch(index, [one(p) for p in every], *parts, costs)
-        )
+        slots = (schedule, proposal, greedy_R, active_R)
+        loads = jax.tree.map(lambda a: a.reshape(LOADS, SIZE, *a.shape[1:]), slots)
+        chosen = jax.lax.switch(index, [jax.vmap(own) for own in every], *loads, costs)
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (chosen.length_R, chosen.schedule))
         return Plan(flat[0], jnp.int32(0), flat[1])
 
     return plan
@@ -109,7 +106,7 @@ def program(models: Models, sampler: str) -> Callable:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(round_module, "plan", plan_by_load(every, index))
             patch.setattr(draft_module, "draft_key", key)
-            # Below its own jit, which knows nothing of patches.
+            # Its own jit would remember a program that was traced without the patches.
             return decode.__wrapped__(models, policy, weights, caches, slots, costs, **sizes)[2]
 
     return jax.jit(answers)
@@ -117,62 +114,68 @@ def program(models: Models, sampler: str) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """What the requests of all loads said, `[LOADS, SIZE, ANSWER]`, and the drafts verified in every round of each."""
+    """What the requests of L loads said, and how many drafts each of their rounds verified (-1: it had ended)."""
 
-    tokens: np.ndarray
-    verified: np.ndarray  # one entry for each round of each request
+    token_LxSxT: np.ndarray
+    verified_DxLxS: np.ndarray
+
+    @classmethod
+    def of(cls, emitted: Emitted) -> "Answers":
+        out = jax.device_get(emitted)
+        rounds, slots = out.count_DxR.shape
+        tokens, length = np.zeros((slots, ANSWER), int), np.zeros(slots, int)
+        for token_RxQ, count_R in zip(out.token_DxRxQ, out.count_DxR, strict=True):
+            for k in range(ANSWER):
+                emits = np.flatnonzero(k < count_R)
+                tokens[emits, length[emits] + k] = token_RxQ[emits, k]
+            length += count_R
+        verified = np.where(out.count_DxR > 0, out.verified_DxR, -1)
+        return cls(tokens.reshape(-1, SIZE, ANSWER), verified.reshape(rounds, -1, SIZE))
 
     def shares(self) -> np.ndarray:
         """How often 0, 1, .. BLOCK drafts were verified."""
-        return np.bincount(self.verified, minlength=BLOCK + 1) / len(self.verified)
+        counts = np.bincount(self.verified_DxLxS.ravel() + 1, minlength=BLOCK + 2)[1:]
+        return counts / counts.sum()
 
 
-def answers(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    costs: RoundCost,
-    *,
-    sampler: str,
-    planner: str,
-    by_position: bool = False,
-    alone: bool = False,
-    shared_seeds: bool = False,
-    seed: int = 0,
-) -> Answers:
-    """Runs all loads. `costs`: of each. `alone`: the first request of each load has it for itself."""
-    engine = Engine(
-        target, drafter, strategy="threshold:0.5", sampler=sampler, max_slots=SIZE, page_size=8, cache_tokens=8 * SIZE
-    )
+def engine_of(
+    target: Target, drafter: Drafter, sampler: str, strategy: str = "threshold:0.5", table: CostTable | None = None
+) -> Engine:
+    """An engine of one load at a time."""
+    return Engine(
+        target, drafter, strategy=strategy, sampler=sampler, cost_table=table, max_slots=SIZE, page_size=PAGE,
+        cache_tokens=PAGE * SIZE, rounds_per_dispatch=ANSWER,
+    )  # fmt: skip
+
+
+def filled(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Engine:
+    """The engine, holding a load. Prompts of one token need no prefill."""
     engine.fill(engine.requests(prompts, params))
-    run = program(engine.models, sampler)
-    caches = jax.tree.map(lambda a: jnp.zeros((a.shape[0], LOADS * SIZE, *a.shape[2:]), a.dtype), engine.caches)
-    index = list(planners(sampler)).index(planner)
-    out = jax.device_get(run(engine.weights, caches, _every_load(engine.slots, alone, shared_seeds, seed), costs, index, by_position))
-    return Answers(_tokens(out.token_DxRxQ, out.count_DxR), out.verified_DxR[out.count_DxR > 0])
+    return engine
 
 
-def _every_load(slots: Slots, alone: bool, shared_seeds: bool, seed: int) -> Slots:
-    """One load's slots for all loads, each with seeds and a page of its own."""
+def every_load(slots: Slots, *, alone: bool = False, one_seed: bool = False, seed: int = 0) -> Slots:
+    """One load's slots for all loads, each slot with a page of its own and, unless `one_seed`, its own seed.
+
+    `alone`: only the first request of each load runs.
+    """
     slots = jax.tree.map(lambda a: jnp.tile(a, (LOADS, *[1] * (a.ndim - 1))), slots)
     index = jnp.arange(LOADS * SIZE)
-    first = index // SIZE if shared_seeds else index
-    words = (first.astype(jnp.uint32), jnp.full(index.shape, seed, jnp.uint32))
+    words = ((index // SIZE if one_seed else index).astype(jnp.uint32), jnp.full(index.shape, seed, jnp.uint32))
     remaining = jnp.where(alone & (index % SIZE > 0), 0, slots.remaining_R)
     sampling = slots.sampling.replace(seed=words)
     return slots.replace(sampling=sampling, table_RxC=index[:, None], remaining_R=remaining)
 
 
-def _tokens(token_DxRxQ: np.ndarray, count_DxR: np.ndarray) -> np.ndarray:
-    """Rounds joined: `[LOADS, SIZE, ANSWER]`."""
-    out, length = np.zeros((LOADS * SIZE, ANSWER), int), np.zeros(LOADS * SIZE, int)
-    for token_RxQ, count_R in zip(token_DxRxQ, count_DxR, strict=True):
-        for k in range(ANSWER):
-            emits = np.flatnonzero(k < count_R)
-            out[emits, length[emits] + k] = token_RxQ[emits, k]
-        length += count_R
-    return out.reshape(LOADS, SIZE, ANSWER)
+def answers(engine: Engine, slots: Slots, costs: RoundCost, name: str, by_position: bool = False) -> Answers:
+    """Runs all loads to their end under the planner of that name. `costs`: of each load.
+
+    `by_position`: draft noise goes by absolute position, and no longer by anchor and slot in the block.
+    """
+    sampler = engine.policy.sampler
+    caches = jax.tree.map(lambda a: jnp.zeros((a.shape[0], LOADS * SIZE, *a.shape[2:]), a.dtype), engine.caches)
+    index = list(planners(sampler)).index(name)
+    return Answers.of(program(engine.models, sampler)(engine.weights, caches, slots, costs, index, by_position))
 
 
 # ---------------------------------------------------------------------------------------------------- laws
@@ -195,6 +198,4 @@ def fit(tokens_NxT: np.ndarray, joint: np.ndarray) -> float:
     """The least p-value of the beginnings of the answers, whole answers included, and of their single tokens."""
     axes = range(joint.ndim)
     parts = [tuple(axes[: n + 1]) for n in axes] + [(n,) for n in axes[1:]]
-    return min(
-        chi_square(tokens_NxT[:, part], joint.sum(tuple(a for a in axes if a not in part))) for part in parts
-    )
+    return min(chi_square(tokens_NxT[:, part], joint.sum(tuple(a for a in axes if a not in part))) for part in parts)

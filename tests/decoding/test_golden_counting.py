@@ -14,11 +14,21 @@ from dspark_jax.interop.target_io import load_target
 ROOM = 6  # a block and the bonus
 
 
-@pytest.mark.parametrize("name", ["dspark_vanilla", "dspark_rnn", "dflash", "eagle3"])
+RUNS = {
+    "dspark_vanilla_greedy": "auto",
+    "dspark_vanilla_greedy_threshold0.5": "threshold:0.5",
+    "dspark_rnn_greedy": "auto",
+    "dflash_greedy": "auto",
+    "eagle3_greedy": "auto",
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_acceptance_lengths_of_every_round(golden, name):
     target = load_target(golden / "target", dtype="float32")
-    cases = json.loads((golden / f"{name}_greedy.json").read_text())
-    engine = Engine(target, load_drafter(golden / name, target), max_slots=6, max_length=256, rounds_per_dispatch=64)
+    cases = json.loads((golden / f"{name}.json").read_text())
+    drafter = load_drafter(golden / name.partition("_greedy")[0], target)
+    engine = Engine(target, drafter, strategy=RUNS[name], max_slots=6, max_length=256, rounds_per_dispatch=64)
     params = [
         SamplingParams(
             temperature=0.0, max_tokens=c["max_new_tokens"] + ROOM, stop_token_ids=(c["stop"],), ignore_eos=True
