@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the suite's time is compilation of tiny programs; LLVM need not polish them.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,14 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs_alive() -> Iterator[None]:
+    """Frees a file's compiled programs when it is done: each holds memory maps, which Linux counts and limits."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

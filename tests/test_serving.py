@@ -105,6 +105,20 @@ def test_one_prompt_streams_the_text_that_a_batch_gives(served, config):
     assert report["tokens"] == len(served[0]["q0"]["token_ids"])
 
 
+def test_a_prompt_that_cannot_be_answered_says_why_and_the_others_go_on(config, tmp_path):
+    bad = [
+        {"id": "long", "prompt": "word " * 200}, {"id": "cold", "prompt": "a", "temperature": -1},
+        {"id": "ten", "prompt": "a", "max_tokens": "ten"},
+    ]  # fmt: skip
+    path = write_prompts(tmp_path / "p.jsonl", [*bad, {"id": "good", "prompt": "a"}])
+    report = serve_file(config, path, tmp_path / "out.jsonl")
+    rows = answers(tmp_path / "out.jsonl")
+    words = {"long": "context", "cold": "temperature", "ten": "max_tokens"}
+    for name, word in words.items():
+        assert rows[name]["finish_reason"] == "error" and word in rows[name]["error"]
+    assert rows["good"]["token_ids"] and report["finish_reasons"]["error"] == 3
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -116,9 +130,6 @@ def test_one_prompt_streams_the_text_that_a_batch_gives(served, config):
         ('{"messages": [{"role": "wizard", "content": "hi"}]}\n', "wizard"),
         ('{"messages": [{"role": "assistant", "content": "hi"}]}\n', "no user message"),
         ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', "line 2"),
-        ('{"id": "long", "prompt": "' + "word " * 200 + '"}\n', "'long'"),
-        ('{"prompt": "a", "temperature": -1}\n', "temperature"),
-        ('{"prompt": "a", "max_tokens": "ten"}\n', "max_tokens"),
     ],
 )
 def test_bad_prompt_files_are_refused_before_anything_is_written(config, tmp_path, text, message):

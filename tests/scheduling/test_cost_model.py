@@ -42,8 +42,8 @@ def saved(table: CostTable, tmp_path: Path) -> Path:
 
 def test_profile_measures_every_bucket_as_median_and_spread(table: CostTable) -> None:
     assert set(table.draft) == {(1, 128), (1, 512), (4, 128), (4, 512)}
-    assert {rows for rows, slots, _ in table.target if slots == 1} == {1, 2, 4, 5}
-    assert {rows for rows, slots, _ in table.target if slots == 4} == {4, 8, 16, 20}
+    assert {rows for rows, slots, _ in table.target if slots == 1} == {1, 2, 3, 4, 5}
+    assert {rows for rows, slots, _ in table.target if slots == 4} == {4, 6, 8, 12, 16, 20}
     middle = 0.020 + 128e-6
     assert dataclasses.astuple(table.target[16, 4, 128]) == pytest.approx((middle, 0.0))
     assert table.draft[4, 128] == Time(0.008, 0.0)
@@ -56,8 +56,8 @@ def test_spread_is_the_interquartile_range() -> None:
 
 def test_a_curve_is_monotone_and_otherwise_as_measured(table: CostTable) -> None:
     cost = table.curve(4, 512)
-    assert cost.rows_J.tolist() == [4, 8, 16, 20]
-    assert cost.seconds_J == pytest.approx(np.array([0.010, 0.010, 0.020, 0.020]) + 512e-6)
+    assert cost.rows_J.tolist() == [4, 6, 8, 12, 16, 20]
+    assert cost.seconds_J == pytest.approx(np.array([0.010, 0.010, 0.010, 0.012, 0.020, 0.020]) + 512e-6)
     assert cost.overhead == pytest.approx(0.008)
 
 

@@ -224,8 +224,8 @@ def test_threshold_has_the_semantics_of_the_reference(probabilities, threshold, 
 
 
 def test_buckets():
-    assert row_buckets(1, 7) == (1, 2, 4, 8) and row_buckets(16, 7) == (16, 32, 64, 128)
-    assert row_buckets(4, 4) == (4, 8, 16, 20) and row_buckets(2, 0) == (2,)
+    assert row_buckets(1, 7) == (1, 2, 3, 4, 6, 8) and row_buckets(16, 7) == (16, 24, 32, 48, 64, 96, 128)
+    assert row_buckets(4, 4) == (4, 6, 8, 12, 16, 20) and row_buckets(2, 0) == (2,)
     assert [int(bucket_of(rows, BUCKETS)) for rows in (0, 1, 2, 3, 4, 9, 12, 13)] == [0, 0, 1, 2, 2, 4, 4, 4]
 
 

@@ -58,10 +58,10 @@ def test_off_emits_a_token_per_request_and_step(outcomes: dict) -> None:
     assert (off.budget_per_request, off.parked) == (0.0, 1.0)
 
 
-def test_fixed_verifies_its_length_and_pays_for_drafting_and_the_whole_bucket(outcomes: dict) -> None:
-    fixed = outcomes["fixed:2", 4]  # 12 rows run in the bucket of 16
+def test_fixed_verifies_its_length_and_pays_for_drafting_and_its_bucket(outcomes: dict) -> None:
+    fixed = outcomes["fixed:2", 4]  # 12 rows, a bucket of their own
     assert fixed.budget_per_request == 2.0 and fixed.parked == 0.0
-    assert fixed.tokens_per_second == pytest.approx(4 * fixed.tokens_per_round / (0.85 + 16 * 0.15 + 0.15))
+    assert fixed.tokens_per_second == pytest.approx(4 * fixed.tokens_per_round / (0.85 + 12 * 0.15 + 0.15))
 
 
 @pytest.mark.parametrize("strategy", AWARE)
