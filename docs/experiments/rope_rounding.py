@@ -8,6 +8,7 @@ scores each with both, near the start of a sequence and far into it. Prints expe
 
 import argparse
 import dataclasses
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from dspark_jax.training.losses import LossWeights
 from dspark_jax.training.step import Setup, TrainState, drafter_loss, learning_rate, make_optimizer, train_step
 
 TARGET = Path(__file__).parents[2] / "tests" / "data" / "golden" / "target"
-LENGTH, BATCH, ANCHORS, HELD_OUT = 1024, 2, 64, 24
+LENGTH, BATCH, ANCHORS, HELD_OUT = 1024, 1, 96, 12
 PLACES = {"near (anchors 32 to 159)": (32, 160), "far (anchors 832 to 959)": (832, 960)}
 
 
@@ -74,6 +75,8 @@ def train(target, rows: np.ndarray, rounded: bool, steps: int):
         batch = Batch(tokens, np.ones(tokens.shape, np.uint8), np.full(BATCH, LENGTH), np.arange(BATCH))
         features = target_features(target.module, target.params, tokens)
         state, _ = train_step(setup, borrowed, state, features, batch, jax.random.key(1))
+        print(f"\rtraining {'rounded' if rounded else 'exact'}: step {step + 1} of {steps}", end="", file=sys.stderr)
+    print(file=sys.stderr)
     return config, state.params
 
 
