@@ -76,17 +76,20 @@ def deepspec_stats(completions: Sequence[Completion], max_new_tokens: int) -> di
     `acceptance_length` includes the bonus; `accept_rate[k]` is the share of rounds that accepted more than k drafts
     among those that proposed more than k: the survival of a prefix, not a conditional acceptance.
     """
-    rounds = [
-        (length, min(verified, length) if length <= accepted else verified)
-        for c in completions
-        for length, verified, accepted in zip(deepspec_lengths(c, max_new_tokens), c.verified, c.accepted, strict=False)
-    ]
+    rounds, kept = [], []
+    for c in completions:
+        for length, verified, accepted in zip(
+            deepspec_lengths(c, max_new_tokens), c.verified, c.accepted, strict=False
+        ):
+            stopped = length <= accepted  # on an accepted stop token: no bonus, and the proposal ends there
+            rounds.append((length, min(verified, length) if stopped else verified))
+            kept.append(length if stopped else length - 1)
     count, total = max(len(rounds), 1), sum(length for length, _ in rounds)
     proposed = sum(proposal for _, proposal in rounds)
-    rates = []
-    for k in range(max((proposal for _, proposal in rounds), default=0)):
-        accepted = sum(length > k + 1 or (length > k and length == proposal) for length, proposal in rounds)
-        rates.append(accepted / sum(proposal > k for _, proposal in rounds))
+    rates = [
+        sum(accepted > k for accepted in kept) / sum(proposal > k for _, proposal in rounds)
+        for k in range(max((proposal for _, proposal in rounds), default=0))
+    ]
     return {
         "acceptance_length": total / count,
         "draft_tokens_per_proposal": proposed / count,
