@@ -15,10 +15,11 @@ from dspark_jax.decoding.caches import PageAllocator, empty_pools, prefix_keys
 from dspark_jax.decoding.load import Load
 from dspark_jax.decoding.profiling import measure_costs
 from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, new_requests, prompt_token_ids
-from dspark_jax.decoding.results import rounds_of
+from dspark_jax.decoding.results import features_of, rounds_of
 from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, empty_carry, prefill
 from dspark_jax.decoding.sampling import MAX_LOGPROBS, SAMPLERS, SamplingParams, SlotSampling
 from dspark_jax.decoding.schedule import Policy, SlotSchedule
+from dspark_jax.decoding.sink import Sink, hand_over
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit
 from dspark_jax.interop.target_io import Target
@@ -63,7 +64,8 @@ class Engine:
     `max_slots` requests run together; `cache_tokens` rows of keys and values are shared by all of them (default: 1024
     a slot). `max_length` bounds prompt and answer (default: the model's context). `cost_table`: what rounds cost here,
     for the strategies that weigh it ("auto" then is "load_aware"; the others measure one at start where it is missing);
-    `temperatures`: the drafter's calibration. Raises UserError on parts that do not fit together.
+    `temperatures`: the drafter's calibration. `sink`: gets the features of all accepted rows.
+    Raises UserError on parts that do not fit together.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Engine:
         rounds_per_dispatch: int = 4,
         cost_table: CostTable | None = None,
         temperatures: Temperatures | None = None,
+        sink: Sink | None = None,
     ):
         if sampler not in SAMPLERS:
             raise UserError(f"unknown sampler {sampler!r}: known are {', '.join(SAMPLERS)}")
@@ -92,7 +95,10 @@ class Engine:
         drafter = None if kind.name == "off" else drafter
         self.drafts = 0 if drafter is None else int(kind.value) if kind.name == "fixed" else drafter.config.num_drafts
         self.temperatures = temperatures
-        self.target = target.with_taps(drafter.config.tap_layers if drafter else ())
+        draft_taps, sink_layers = drafter.config.tap_layers if drafter else (), sink.tap_layers if sink else ()
+        # The drafter's taps come first, in its own order.
+        self.target = target.with_taps((*draft_taps, *(i for i in sink_layers if i not in draft_taps)))
+        self.sink = sink
         self.max_slots, self.page_size, self.rounds = max_slots, page_size, rounds_per_dispatch
         self.max_length = min(max_length or target.config.max_length, target.config.max_length)
         rows = cache_tokens or max(max_slots * 1024, min(self.max_length, 4096))
@@ -100,7 +106,8 @@ class Engine:
         tokens = target.config.vocab_size
         if target.tokenizer:
             tokens = min(tokens, target.tokenizer.vocab_size)
-        self.models = Models(self.target.module, drafter.module if drafter else None, tokens)
+        sink_taps = tuple(map(self.target.tap_layers.index, sink_layers)) if sink else None
+        self.models = Models(self.target.module, drafter.module if drafter else None, tokens, sink_taps)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
         pool_sizes = (self.pages.total, page_size, target.dtype)
         draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if drafter else None
@@ -203,6 +210,7 @@ class Engine:
         for request in requests:
             if request.cancelled and not request.ended:
                 event = request.end("cancelled", self._now())
+                self._hand_over(request)
                 self._free(request)
                 yield request, event
 
@@ -216,11 +224,18 @@ class Engine:
         for slot, request in enumerate(dispatch.requests):
             if request.ended:  # by a stop string or from outside, while this dispatch was running
                 continue
-            event = request.take(rounds_of(out, slot, dispatch.drafts, request.params.logprobs), self._now())
+            rounds = rounds_of(out, slot, dispatch.drafts, request.params.logprobs)
+            request.features += features_of(out, slot)
+            event = request.take(rounds, self._now())
+            self._hand_over(request)
             if request.ended:
                 self._free(request)
             if event:
                 yield request, event
+
+    def _hand_over(self, request: Request) -> None:
+        if self.sink:
+            hand_over(self.sink, request, request.settled_rows)
 
     def _free(self, request: Request) -> None:
         self.pages.give(request.pages)
@@ -348,7 +363,12 @@ class Engine:
         return pages is not None
 
     def _keys(self, request: Request) -> list[bytes]:
-        """Of the full pages of a prompt, without its last token: the first round runs that."""
+        """Of the full pages of a prompt, without its last token: the first round runs that.
+
+        None with a sink, which wants every row of every request.
+        """
+        if self.sink:
+            return []
         return prefix_keys(request.prompt_ids[:-1], self.page_size, int(isinstance(self.models.drafter, Eagle3)))
 
     def _fill(self, live: list[Request], filling: list[Request]) -> tuple[list[Request], list[Request]]:
@@ -409,7 +429,7 @@ class Engine:
         empty = jax.tree.map(np.asarray, empty_carry(self.models.drafter, slots - len(requests), self.target.dtype))
         carry = jax.tree.map(lambda *rows: jnp.stack(rows), *[r.carry for r in requests])
         carry = jax.tree.map(lambda rows, rest: jnp.concatenate([rows, rest]), carry, empty)
-        self.caches, carry = prefill(
+        self.caches, carry, features = prefill(
             self.models,
             self.weights,
             self.caches,
@@ -424,6 +444,8 @@ class Engine:
         for i, request in enumerate(requests):
             request.cached += int(count[i])
             request.carry = jax.tree.map(lambda a, i=i: a[i], carry)
+            if self.sink:
+                request.features.append(jax.tree.map(lambda a, i=i: a[i, : count[i]], features))
 
 
 @jax.jit

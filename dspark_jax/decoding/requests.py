@@ -90,6 +90,8 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # prompt tokens in the cache so far
     carry: Any = ()  # the drafter's, after those
+    features: list[Any] = dataclasses.field(default_factory=list)  # rows that wait for the engine's sink
+    handed_over: int = 0  # rows that the sink has
     _text: StopText | None = None
     _emitted: list[int] = dataclasses.field(default_factory=list)  # tokens of every round
     _sent: int = 0  # tokens that events have shown
@@ -105,6 +107,11 @@ class Request:
     @property
     def ended(self) -> bool:
         return self.completion.finish_reason is not None
+
+    @property
+    def settled_rows(self) -> int:
+        """Rows before the last shown token: what can no longer be taken back."""
+        return len(self.prompt_ids) + self._sent - 1
 
     def take(self, rounds: Sequence[Round], now: float) -> StreamEvent | None:
         """Takes the rounds of a dispatch; None when there is nothing new to show. `now`: seconds since the start."""
@@ -181,7 +188,7 @@ class Request:
 
     def release(self) -> None:
         """Drops what only a running request needs: thousands of answers may be waiting for the last one."""
-        self.pages, self.carry, self._text = [], (), None
+        self.pages, self.carry, self.features, self._text = [], (), [], None
 
 
 def new_requests(prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:

@@ -1,9 +1,11 @@
 """What a dispatch brought back from the device, as the rounds of one request."""
 
+import jax
 import numpy as np
 
 from dspark_jax.decoding.requests import Round, TokenLogprob
 from dspark_jax.decoding.round import Emitted
+from dspark_jax.decoding.sink import RowFeatures
 
 
 def rounds_of(out: Emitted, slot: int, drafted: int, top: int | None) -> list[Round]:
@@ -15,6 +17,14 @@ def rounds_of(out: Emitted, slot: int, drafted: int, top: int | None) -> list[Ro
         numbers = (int(out.verified_DxR[d, slot]), int(out.accepted_DxR[d, slot]))
         rounds.append(Round(tokens, drafted, *numbers, out.confidence_DxRxK[d, slot].tolist(), logprobs))
     return rounds
+
+
+def features_of(out: Emitted, slot: int) -> list[RowFeatures]:
+    """The features of the rows that a slot's rounds committed, round by round; none without a sink."""
+    if not out.features:
+        return []
+    counts = [(d, out.count_DxR[d, slot]) for d in np.flatnonzero(out.count_DxR[:, slot])]
+    return [jax.tree.map(lambda a, d=d, n=n: a[d, slot, :n], out.features) for d, n in counts]
 
 
 def _logprob(out: Emitted, d: int, slot: int, i: int, token: int, top: int) -> TokenLogprob:

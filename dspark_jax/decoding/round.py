@@ -14,7 +14,8 @@ from dspark_jax.decoding.caches import Pools, view_pools, write_pools
 from dspark_jax.decoding.draft import Proposal, propose
 from dspark_jax.decoding.sampling import SlotSampling
 from dspark_jax.decoding.schedule import Policy, SlotSchedule, plan
-from dspark_jax.decoding.verify import Verdict, verify
+from dspark_jax.decoding.sink import RowFeatures, tap_rows
+from dspark_jax.decoding.verify import Verdict, block_rows, verify
 from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
@@ -28,12 +29,14 @@ from pallas_kernels.ragged_attention import Rows, ragged_rows
 class Models:
     """The networks of a round, without their weights (static). `drafter` None: plain decoding.
 
-    `num_tokens`: ids from it on are padding of the vocabulary and never come out.
+    `num_tokens`: ids from it on are padding of the vocabulary and never come out. `sink_taps`: which of the target's
+    taps go out with every accepted row (None: no features do); the drafter's own come first.
     """
 
     target: Decoder
     drafter: DSpark | Eagle3 | None
     num_tokens: int
+    sink_taps: tuple[int, ...] | None = None
 
 
 @flax.struct.dataclass
@@ -88,6 +91,7 @@ class Emitted:
     confidence_DxRxK: jax.Array  # the drafter's logits, before any calibration
     remaining_R: jax.Array  # after the dispatch
     logprobs: Logprobs | tuple[()]  # `[D, ...]`; `()` when nobody asked
+    features: RowFeatures | tuple[()]  # `[D, R, Q, ...]` of the anchor and the drafts; `()` without a sink
 
 
 def target_rows(
@@ -134,11 +138,12 @@ def fresh_rows(
     if models.drafter is None:
         return FreshRows(output.kv, (), carry)
     variables, module = {"params": weights.drafter}, type(models.drafter)
+    taps_NxMH = output.taps_NxMH[:, : len(models.drafter.config.tap_layers) * output.hidden_NxH.shape[-1]]
     draft = models.drafter.apply(
-        variables, output.taps_NxMH, rows.position_N, next_token_N, weights.borrowed, method=module.context
+        variables, taps_NxMH, rows.position_N, next_token_N, weights.borrowed, method=module.context
     )
     last_R = jnp.clip(rows.first_R + keep_R - 1, 0, len(rows.slot_N) - 1)
-    fresh = models.drafter.apply(variables, output.taps_NxMH[last_R], method=module.carry)
+    fresh = models.drafter.apply(variables, taps_NxMH[last_R], method=module.carry)
     carry = jax.tree.map(lambda new, old: jnp.where(keep_R[:, None] > 0, new, old), fresh, carry)
     return FreshRows(output.kv, draft, carry)
 
@@ -169,10 +174,10 @@ def prefill(
     count_R: jax.Array,
     carry: Any,
     context_pages: int,
-) -> tuple[Caches, Any]:
+) -> tuple[Caches, Any, RowFeatures | tuple[()]]:
     """Caches `count_R` prompt tokens of each slot from position `start_R` on; what lies before is cached already.
 
-    Returns the caches and the slots' carry, which goes into the next chunk.
+    Returns the caches, the slots' carry, which goes into the next chunk, and the features `[R, Q, ...]`.
     """
     slots, block = token_RxQ.shape
     rows = ragged_rows(count_R, start_R, slots * block, block)
@@ -180,7 +185,8 @@ def prefill(
     output = target_rows(models, weights, caches, table, token_RxQ[rows.slot_N, rows.offset_N], rows, start_R)
     following = next_token_RxQ[rows.slot_N, rows.offset_N]
     fresh = fresh_rows(models, weights, output, rows, count_R, following, carry)
-    return commit(caches, fresh, table_RxC, rows, count_R), fresh.carry
+    features = tap_rows(output, models.sink_taps, block_rows(rows))
+    return commit(caches, fresh, table_RxC, rows, count_R), fresh.carry, features
 
 
 @flax.struct.dataclass
@@ -193,6 +199,7 @@ class Outcome:
     remaining_R: jax.Array
     fresh: FreshRows
     logprobs: Logprobs | tuple[()]
+    features: RowFeatures | tuple[()]
 
 
 def decode_round(
@@ -248,7 +255,7 @@ def decode_round(
     rows_run = jnp.asarray(sizes, jnp.int32)[bucket]
     confidence_RxK = proposal.confidence_RxK if drafts else jnp.zeros((len(cached_R), 0))
     emitted = (out.token_RxQ, out.count_R, verified_R, accepted_R, rows_run, confidence_RxK)
-    return caches, slots, (*emitted, out.logprobs)
+    return caches, slots, (*emitted, out.logprobs, out.features)
 
 
 def _verified(
@@ -282,7 +289,8 @@ def _verified(
     following = token_RxQ[rows.slot_N, rows.offset_N]
     fresh = fresh_rows(models, weights, output, rows, emitted_R, following, slots.carry)
     logprobs = _logprobs(raw, rows, token_RxQ, top_logprobs) if top_logprobs >= 0 else ()
-    return Outcome(token_RxQ, emitted_R, verdict.accepted_R, remaining_R, fresh.padded(padded), logprobs)
+    features = tap_rows(output, models.sink_taps, block_rows(rows))
+    return Outcome(token_RxQ, emitted_R, verdict.accepted_R, remaining_R, fresh.padded(padded), logprobs, features)
 
 
 def draft_adjustment(models: Models, slots: Slots, token_ids_Vd: jax.Array) -> Callable[..., jax.Array]:
@@ -313,7 +321,7 @@ def _logprobs(logits_NxV: jax.Array, rows: Rows, token_RxQ: jax.Array, top: int)
     """Log-probabilities `[R, Q]` of the emitted tokens, and the `top` likeliest ones."""
     wide = logits_NxV.astype(jnp.promote_types(logits_NxV.dtype, jnp.float32))
     total = jax.nn.logsumexp(wide, axis=-1)
-    row = jnp.clip(rows.first_R[:, None] + jnp.arange(token_RxQ.shape[1]), 0, len(total) - 1)
+    row = block_rows(rows)
     values, ids = jax.lax.top_k(wide, top)
     return Logprobs(wide[row, token_RxQ] - total[row], ids[row], values[row] - total[row, None])
 
@@ -376,5 +384,5 @@ def decode(
 
     _, caches, used, outs = jax.lax.while_loop(more, body, (0, caches, used, outs))
     slots = jax.tree.map(lambda all_, part: all_.at[:active].set(part), slots, used)
-    *numbers, logprobs = outs
-    return caches, slots, Emitted(*numbers, used.remaining_R, logprobs)
+    *numbers, logprobs, features = outs
+    return caches, slots, Emitted(*numbers, used.remaining_R, logprobs, features)

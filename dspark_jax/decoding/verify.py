@@ -33,7 +33,7 @@ def verify(
     return _verify_rejection(logits_NxV, rows, proposal, token_ids_Vd, sampling)
 
 
-def _block_rows(rows: Rows) -> jax.Array:
+def block_rows(rows: Rows) -> jax.Array:
     """`[R, Q]` flat index of each slot's rows, clipped past its end."""
     return jnp.clip(rows.first_R[:, None] + jnp.arange(rows.block), 0, len(rows.slot_N) - 1)
 
@@ -49,7 +49,7 @@ def _verify_coupled(logits_NxV: jax.Array, rows: Rows, proposal: Proposal | None
     warp = sampling.warp.rows(rows.slot_N)
     seed = tuple(word[rows.slot_N] for word in sampling.seed)
     key = position_key(seed, rows.position_N + 1, Role.SAMPLE)
-    choice_RxQ = draw(warps.apply(logits_NxV, warp), warp.temperature, key)[_block_rows(rows)]
+    choice_RxQ = draw(warps.apply(logits_NxV, warp), warp.temperature, key)[block_rows(rows)]
     if proposal is None:
         return Verdict(jnp.zeros_like(rows.count_R), choice_RxQ[:, 0])
     accepted = _leading(proposal.token_RxK == choice_RxQ[:, : proposal.token_RxK.shape[1]], rows)
@@ -61,7 +61,7 @@ def _verify_rejection(
 ) -> Verdict:
     """Accept x with probability min(1, p/q); the first rejected position draws from max(p - q, 0)."""
     greedy_R = sampling.warp.temperature == 0
-    block = _block_rows(rows)
+    block = block_rows(rows)
     accepted = jnp.zeros_like(rows.count_R)
     if proposal is not None:
         match = proposal.token_RxK == argmax(logits_NxV)[block][:, : proposal.token_RxK.shape[1]]
