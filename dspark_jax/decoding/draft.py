@@ -11,7 +11,7 @@ from dspark_jax.decoding.sampling import SlotSampling, draw, log_prob_of
 from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
-from dspark_jax.models.layers import Params
+from dspark_jax.models.layers import KeysValues, Params
 from pallas_kernels import warp as warps
 from pallas_kernels.noise import Key, Role, position_key
 from pallas_kernels.ragged_attention import Prefix, ragged_rows, step_attention
@@ -27,7 +27,7 @@ class Proposal:
     confidence_RxK: jax.Array  # logits
 
 
-def draft_key(sampler: str, seed: Key, anchor_R: jax.Array, slot: int) -> Key:
+def draft_key(sampler: str, seed: Key, anchor_R: jax.Array, slot: jax.Array | int) -> Key:
     """The key of the noise of slot k of a block whose anchor stands at `anchor_R` (DESIGN rule 4).
 
     `rejection`: by anchor and slot, so that a position drafted again gets fresh noise. `coupled`: the target's own
@@ -39,7 +39,7 @@ def draft_key(sampler: str, seed: Key, anchor_R: jax.Array, slot: int) -> Key:
 
 
 # step(k, state, previous token [R]) -> (logits [R, Vd], confidence logits [R], state)
-Step = Callable[[int, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
+Step = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array, Any]]
 
 
 def propose(
@@ -52,25 +52,29 @@ def propose(
     sampling: SlotSampling,
     sampler: str,
     num_tokens: int,
-    adjust: Callable[[jax.Array, list[jax.Array]], jax.Array] = lambda logits, drafted: logits,
+    adjust: Callable[[jax.Array, jax.Array], jax.Array] = lambda logits, drafted: logits,
 ) -> Proposal:
     """Drafts `num_tokens` tokens after every slot's anchor, which stands right behind its cached context.
 
     `carry`: what the drafter keeps of each slot's last committed row (`module.carry`). `adjust(logits, drafted)`: what
-    the requests change in the logits of a step, given the tokens drafted before it.
+    the requests change in the logits of a step, given the tokens drafted before it (`[R, K]`, -1 for those to come).
     """
     begin = _begin_block if isinstance(module, DSpark) else _begin_eagle3
     step, state = begin(module, params, borrowed, anchor_R, prefixes, carry, num_tokens)
-    previous, steps = anchor_R, []
-    for k in range(num_tokens):
+
+    # A loop, although the steps are few: unrolled they take as many times longer to compile.
+    def draft_one(loop, k):
+        state, previous, drafted_RxK = loop
         logits, confidence, state = step(k, state, previous)
-        logits = adjust(logits, [token for token, *_ in steps])
-        warped = warps.apply(logits, sampling.warp)
+        warped = warps.apply(adjust(logits, drafted_RxK), sampling.warp)
         key = draft_key(sampler, sampling.seed, prefixes[0].length_R, k)
         index = draw(warped, sampling.warp.temperature, key, borrowed.token_ids_Vd)
-        previous = borrowed.token_ids_Vd[index]
-        steps.append((previous, log_prob_of(warped, index), warped, confidence))
-    return Proposal(*(jnp.stack(parts, axis=1) for parts in zip(*steps, strict=True)))
+        token = borrowed.token_ids_Vd[index].astype(jnp.int32)
+        return (state, token, drafted_RxK.at[:, k].set(token)), (log_prob_of(warped, index), warped, confidence)
+
+    nothing = jnp.full((len(anchor_R), num_tokens), -1, jnp.int32)
+    (_, _, token_RxK), rest = jax.lax.scan(draft_one, (state, anchor_R, nothing), jnp.arange(num_tokens))
+    return Proposal(token_RxK, *(jnp.moveaxis(part, 0, 1) for part in rest))
 
 
 def _begin_block(
@@ -95,7 +99,7 @@ def _begin_block(
     predicting = module.predicting(hidden, num_tokens)
     base = call(DSpark.base_logits, predicting, borrowed)
 
-    def step(k: int, state: Any, previous: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def step(k: jax.Array, state: Any, previous: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         return call(DSpark.step, k, predicting[:, k], base[:, k], state, previous, borrowed)
 
     return step, call(DSpark.initial_state, hidden, anchor_R, borrowed)
@@ -119,16 +123,19 @@ def _begin_eagle3(
     kind = module.config.decoder.attention[0]
     prefix = prefixes[0].replace(length_R=jnp.maximum(prefixes[0].length_R - 1, 0))
 
-    def step(k: int, state: Any, previous: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def step(k: jax.Array, state: Any, previous: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         hidden, cached = state
 
-        def attend(q: jax.Array, k_new: jax.Array, v_new: jax.Array) -> jax.Array:
-            keys, values = (jnp.stack(parts, axis=1) for parts in zip(*cached, (k_new, v_new), strict=True))
-            return step_attention(q, keys, values, prefix, 0, scale=kind.softmax_scale, window=kind.window)
+        def with_own(kv: KeysValues) -> tuple[jax.Array, ...]:
+            return tuple(rows.at[:, k].set(new) for rows, new in zip(cached, kv, strict=True))
+
+        def attend(q: jax.Array, *kv: jax.Array) -> jax.Array:
+            return step_attention(q, *with_own(kv), k, prefix, 0, scale=kind.softmax_scale, window=kind.window)
 
         hidden, logits, kv = module.apply(
             {"params": params}, hidden, previous, prefix.length_R + k, attend, borrowed, method=Eagle3.advance
         )
-        return logits, jnp.full(previous.shape, jnp.inf, logits.dtype), (hidden, (*cached, kv))
+        return logits, jnp.full(previous.shape, jnp.inf, logits.dtype), (hidden, with_own(kv))
 
-    return step, (carry, ())
+    own = jnp.zeros((len(anchor_R), num_tokens, kind.num_kv_heads, kind.head_dim), carry.dtype)
+    return step, (carry, (own, own))

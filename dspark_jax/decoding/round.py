@@ -297,11 +297,10 @@ def draft_adjustment(models: Models, slots: Slots, token_ids_Vd: jax.Array) -> C
     """What `propose` does to the draft logits of a step, given the tokens drafted before it."""
     slot_R = jnp.arange(len(slots.anchor_R))
 
-    def adjust(logits_RxVd: jax.Array, drafted: list[jax.Array]) -> jax.Array:
+    def adjust(logits_RxVd: jax.Array, drafted_RxK: jax.Array) -> jax.Array:
         if slots.adjust:
-            before = jnp.stack(drafted, axis=1) if drafted else jnp.zeros((len(slot_R), 0), jnp.int32)
             stops = slots.sampling.stop_RxE
-            logits_RxVd = adjusted(logits_RxVd, slots.adjust, slot_R, before, stops, token_ids_Vd)
+            logits_RxVd = adjusted(logits_RxVd, slots.adjust, slot_R, drafted_RxK, stops, token_ids_Vd)
         if models.num_tokens < models.target.config.vocab_size:
             logits_RxVd = forbid_padding(logits_RxVd, models.num_tokens, token_ids_Vd)
         return logits_RxVd

@@ -88,20 +88,24 @@ def step_attention(
     q_RxHxD: jax.Array,
     k_RxTxKVxD: jax.Array,
     v_RxTxKVxD: jax.Array,
+    newest: jax.Array | int,
     prefix: Prefix,
     layer: jax.Array | int,
     *,
     scale: float,
     window: int = 0,
 ) -> jax.Array:
-    """The newest of T rows behind each request's prefix attends to the prefix and to all T. Returns `[R, H, D]`."""
+    """Row `newest` of T behind each request's prefix attends to the prefix and up to itself. Returns `[R, H, D]`."""
     k_context, v_context = gather_pages(prefix, layer)
     length, num_kv, dim = k_context.shape[1], *k_RxTxKVxD.shape[-2:]
-    own = prefix.length_R[:, None] + jnp.arange(k_RxTxKVxD.shape[1])
+    index = jnp.arange(k_RxTxKVxD.shape[1])
+    own = prefix.length_R[:, None] + index
     cached = jnp.broadcast_to(jnp.arange(length), (len(own), length))
-    visible = jnp.concatenate([cached < prefix.length_R[:, None], jnp.ones(own.shape, bool)], axis=1)
+    own_visible = jnp.broadcast_to(index <= newest, own.shape)
+    visible = jnp.concatenate([cached < prefix.length_R[:, None], own_visible], axis=1)
     if window:
-        visible = visible & (jnp.concatenate([cached, own], axis=1) > own[:, -1:] - window)
+        first = prefix.length_R[:, None] + newest - window
+        visible = visible & (jnp.concatenate([cached, own], axis=1) > first)
     q = q_RxHxD.reshape(len(own), 1, num_kv, -1, dim)
     k, v = jnp.concatenate([k_context, k_RxTxKVxD], axis=1), jnp.concatenate([v_context, v_RxTxKVxD], axis=1)
     return masked_attention(q, k, v, visible[:, None], scale).reshape(q_RxHxD.shape)
