@@ -38,4 +38,4 @@ lint: .venv/installed-test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-interop .pytest_cache .ruff_cache
+	rm -rf .venv .venv-interop .pytest_cache .ruff_cache tests/.programs

@@ -1,5 +1,7 @@
 """What the command-line doors share: config flags, and errors that are one line and exit code 2."""
 
+import os
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,12 @@ from dspark_jax.errors import UserError
 
 
 def run_door(main: Callable[[], None]) -> None:
-    """Runs `main`; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Runs `main`; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
+
+    Compiled programs are kept for the next start on this host, unless JAX's own variable says where or, empty, not to.
+    """
+    programs = Path.home() / ".cache" / "dspark_jax" / "programs" / platform.node()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
     try:
         main()
     except UserError as error:
