@@ -7,6 +7,8 @@ import pytest
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.requests import Completion
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.scheduling.cost_model import CostTable, Stamp, Time
+from dspark_jax.scheduling.scheduler import row_buckets
 
 CONTEXT, VOCAB, TOKENS = 64, 46, 39
 LENGTHS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 62, 63)  # of prompts, one token to the end of the context
@@ -72,6 +74,34 @@ def engines(talk, tiny_drafter, tiny_eagle) -> dict[str, Engine]:
         }
 
 
+def costs(slots: int, drafts: int) -> CostTable:
+    """Rounds whose rows are neither free nor dear: budgets of all sizes pay at some time."""
+    target = {(rows, slots, CONTEXT): Time(1 + 0.2 * rows) for rows in row_buckets(slots, drafts)}
+    stamp = Stamp("cpu", 1, "", "tiny", "", "", "float64", "")
+    return CostTable(stamp, target, {(slots, CONTEXT): Time(0.1)})
+
+
+@pytest.fixture(scope="module")
+def scheduled(talk, tiny_drafter, tiny_eagle):
+    """scheduled(strategy, drafter, sampler): an engine that decides round by round what to verify."""
+    drafters = {
+        "bigram": tiny_drafter(talk.target, "bigram", 4),
+        "reduced": tiny_drafter(talk.target, "bigram", 3, [*range(20), *range(30, 42)]),
+        "eagle": tiny_eagle(talk.target),
+        "lookup": "lookup",
+    }
+
+    def make(strategy: str, drafter: str, sampler: str = "coupled", slots: int = 3) -> Engine:
+        sizes = {"max_slots": slots, "rounds_per_dispatch": 4, "page_size": 4}
+        drafts = drafters[drafter].config.num_drafts if drafter != "lookup" else LOOKUP_DRAFTS
+        table = None if strategy.startswith("threshold") else costs(slots, drafts)
+        return Engine(
+            talk.target, drafters[drafter], strategy=strategy, sampler=sampler, cost_table=table, **sizes
+        )
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def alone(talk):
     """alone(requests): plain decoding of each in a batch of its own."""
@@ -131,6 +161,19 @@ def test_random_requests(engines, alone):
     assert shares["bigram, whole blocks"] > 0.2 and shares["reduced, rejection"] > 0.1
 
 
+def test_random_requests_under_a_schedule(scheduled, alone):
+    shares = differences({"load_aware": scheduled("load_aware", "bigram")}, alone, range(200, 300))
+    assert shares["load_aware"] > 0.2
+
+
 @pytest.mark.slow
 def test_many_random_requests(engines, alone):
     differences(engines, alone, range(1000, 2000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["coupled", "rejection"])
+@pytest.mark.parametrize("drafter", ["bigram", "reduced", "eagle", "lookup"])
+@pytest.mark.parametrize("strategy", ["threshold:0.4", "load_aware", "load_aware_async", "dcut"])
+def test_many_random_requests_under_every_schedule(scheduled, alone, strategy, drafter, sampler):
+    differences({strategy: scheduled(strategy, drafter, sampler, slots=4)}, alone, range(2000, 2300))
