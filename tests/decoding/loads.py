@@ -156,7 +156,7 @@ def engine_of(
 
 
 def filled(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Engine:
-    """The engine, holding a load. Prompts of one token need no prefill."""
+    """The engine, holding a load with its prompts cached."""
     engine.fill(engine.requests(prompts, params))
     return engine
 
@@ -180,21 +180,21 @@ def answers(engine: Engine, slots: Slots, costs: RoundCost, name: str, by_positi
     `by_position`: draft noise goes by absolute position, and no longer by anchor and slot in the block.
     """
     sampler, running = engine.policy.sampler, engine.policy.running
-    caches = jax.tree.map(lambda a: jnp.zeros((a.shape[0], LOADS * SIZE, *a.shape[2:]), a.dtype), engine.caches)
+    pages = jnp.tile(engine.slots.table_RxC[:, 0], LOADS)  # every slot's page with its prompt
+    caches = jax.tree.map(lambda a: a[:, pages], engine.caches)
     index = list(planners(sampler, running)).index(name)
-    return Answers.of(
-        program(engine.models, sampler, running)(engine.weights, caches, slots, costs, index, by_position)
-    )
+    run = program(engine.models, sampler, running)
+    return Answers.of(run(engine.weights, caches, slots, costs, index, by_position))
 
 
 # ---------------------------------------------------------------------------------------------------- laws
 
 
-def answer_law(target: Target, first: int, params: SamplingParams) -> np.ndarray:
-    """`[V] * ANSWER`: the probability of every answer to a prompt of one token, by the dense target."""
+def answer_law(target: Target, prompt: Sequence[int], params: SamplingParams) -> np.ndarray:
+    """`[V] * ANSWER`: the probability of every answer to a prompt, by the dense target."""
     prefixes = np.array(list(itertools.product(range(VOCAB), repeat=ANSWER - 1)))
-    tokens = jnp.asarray(np.insert(prefixes, 0, first, axis=1))
-    logits = np.asarray(dense_forward(target.module, target.params, tokens).logits)
+    tokens = jnp.asarray(np.hstack([np.tile(prompt, (len(prefixes), 1)), prefixes]))
+    logits = np.asarray(dense_forward(target.module, target.params, tokens).logits)[:, len(prompt) - 1 :]
     p = law(logits.reshape(-1, VOCAB), params).reshape(*[VOCAB] * (ANSWER - 1), ANSWER, VOCAB)
     joint = np.ones([VOCAB] * ANSWER)
     for n in range(ANSWER):  # token n, given those before it; what comes after plays no part

@@ -122,7 +122,7 @@ def test_a_text_that_repeats_itself_gains(tiny_target):
     head = {"kernel": jnp.roll(target.params["embedding"], 1, axis=0).T}
     layers = jax.tree.map(jnp.zeros_like, target.params["layers"])
     target = dataclasses.replace(target, params={**target.params, "lm_head": head, "layers": layers})
-    engine = Engine(target, "lookup", max_slots=1, rounds_per_dispatch=48)
+    engine = Engine(target, "lookup", strategy="fixed:7", max_slots=1, rounds_per_dispatch=48)
     (out,) = engine.generate([list(range(WORDS))], SamplingParams(temperature=0.0, max_tokens=32))
     assert out.token_ids == [i % WORDS for i in range(32)]
     assert out.tokens_per_round > 4
@@ -130,7 +130,7 @@ def test_a_text_that_repeats_itself_gains(tiny_target):
 
 # ---------------------------------------------------------------------------------------------------- the law
 
-PROMPTS = [[3], [2], [0]]
+PROMPTS = [[3, 1, 3], [2, 0, 2, 2], [0]]
 PARAMS = [SamplingParams(temperature=t, top_k=k, max_tokens=ANSWER) for t, k in ((1.0, 0), (0.0, 0), (0.8, 4))]
 BY_CONFIDENCE = ("threshold:0.5", "load_aware", "load_aware_async")
 
@@ -166,7 +166,7 @@ def costs() -> RoundCost:
 @pytest.fixture(scope="module")
 def fits(speaker, pieces, costs):
     """fits(drafter, planner) -> the least p-value of a load's requests, and how often each length was verified."""
-    laws = [answer_law(speaker, prompt[0], params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    laws = [answer_law(speaker, prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
     def fits(name: str, planner: str):
         engine = filled(engine_of(speaker, pieces[name], "rejection"), PROMPTS, PARAMS)
@@ -181,40 +181,40 @@ def fits(speaker, pieces, costs):
 def test_the_law_of_mixed_loads_scheduled_by_running_acceptance(fits, name, strategy):
     least, shares = fits(name, strategy)
     assert least > PASS
-    assert np.sum(shares > 0.01) >= 3, "the lengths hardly vary"
+    assert np.sum(shares > 0.05) >= 2, "the lengths hardly vary"
 
 
 def test_a_schedule_may_look_at_tokens_that_are_looked_up_and_at_no_others(fits):
     """What is copied is a function of the past, as the whole schedule then is."""
-    assert fits("lookup", "threshold:0.5, leaky")[0] > PASS
-    assert fits("block without confidences", "threshold:0.5, leaky")[0] < FAIL
+    assert fits("lookup", "load_aware, leaky")[0] > PASS
+    assert fits("block without confidences", "load_aware, leaky")[0] < FAIL
 
 
-# ---------------------------------------------------------------------------------------------------- running acceptance
+# ------------------------------------------------------------------------------------------ running acceptance
 
 
 def observe(rate_MxK: np.ndarray, rounds: int, verified: int) -> np.ndarray:
-    """Running acceptance `[R, K]` of slots whose drafts are accepted at these rates, slot i always after match i."""
-    kinds, drafts = rate_MxK.shape
-    one, rng = SlotSchedule.of(np.ones(drafts), kinds), np.random.default_rng(0)
-    schedule = jax.tree.map(lambda a: jnp.stack([a] * kinds), one)
-    proposal = Proposal(jnp.zeros((kinds, drafts), jnp.int32), jnp.zeros(()), (), jnp.zeros(()), jnp.arange(kinds))
+    """Running acceptance `[M, K]` at these true rates, a mean over slots and over the later rounds."""
+    match_R, drafts, rng = np.repeat(np.arange(len(rate_MxK)), 64), rate_MxK.shape[1], np.random.default_rng(0)
+    one, slots = SlotSchedule.of(np.ones(drafts), len(rate_MxK)), len(match_R)
+    schedule = jax.tree.map(lambda a: jnp.stack([a] * slots), one)
+    proposal = Proposal(jnp.zeros((slots, drafts), jnp.int32), jnp.zeros(()), (), jnp.zeros(()), jnp.asarray(match_R))
     step, seen = jax.jit(SlotSchedule.observed), []
     for _ in range(rounds):
-        hits = np.cumprod(rng.random(rate_MxK.shape) < rate_MxK, axis=1).sum(axis=1)
-        schedule = step(schedule, proposal, np.full(kinds, verified), np.minimum(hits, verified))
+        hits = np.cumprod(rng.random((slots, drafts)) < rate_MxK[match_R], axis=1).sum(axis=1)
+        schedule = step(schedule, proposal, np.full(slots, verified), np.minimum(hits, verified))
         seen.append(schedule.acceptance(proposal))
-    return np.mean(seen[rounds // 5 :], axis=0)
+    return np.mean(seen[rounds // 2 :], axis=0).reshape(len(rate_MxK), -1, drafts).mean(axis=1)
 
 
 def test_running_acceptance_finds_the_true_rates_of_each_position_and_match():
     rate = np.array([[0.9, 0.5, 0.8], [0.3, 0.7, 0.7], [0.7, 0.9, 0.95]])
-    assert np.abs(observe(rate, 600, verified=3) - rate).max() < 0.08
+    assert np.abs(observe(rate, 160, verified=3) - rate).max() < 0.04
 
 
 def test_what_is_not_verified_returns_to_what_is_assumed_beforehand():
     rate = np.zeros((1, 3))
-    assert observe(rate, 400, verified=1)[0] == pytest.approx([0.7 / 21, 0.7, 0.7], rel=0.05)
+    assert observe(rate, 160, verified=1)[0] == pytest.approx([0.7 / 21, 0.7, 0.7], rel=0.05)
 
 
 # ---------------------------------------------------------------------------------------------------- by name
