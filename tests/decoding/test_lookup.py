@@ -115,6 +115,12 @@ class TestTokenForToken:
             assert outs[i].token_ids == plain[i].token_ids
         assert all(c.verified[0] == 0 for c in outs[2:4])  # nothing to look up yet, nothing to pay for
 
+    def test_its_rounds_are_measured_as_anybodys(self, target, plain):
+        engine = Engine(target, "lookup", strategy="load_aware", sampler="coupled", max_slots=1, page_size=LONGEST)
+        assert {rows for rows, *_ in engine.load.table.target} == set(row_buckets(1, 7))
+        prompts, params = requests()
+        assert engine.generate(prompts[:1], params[:1])[0].token_ids == plain[0].token_ids
+
 
 def test_a_text_that_repeats_itself_gains(tiny_target):
     """A target that counts in a circle: after one turn, every draft is right."""
