@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     if drafter is None or not getattr(drafter.config, "confidence", False):
         raise UserError("calibration needs a drafter with a confidence head: set serve.drafter to one")
     engine = make_engine(config, target, drafter, strategy=f"fixed:{drafter.config.num_drafts}")
-    folder, sampler = Path(config.serve.drafter), config.serve.sampler
+    folder, sampler = Path(drafter.name), config.serve.sampler
     known = load_temperatures(folder, drafter_fingerprint(drafter))
     for temperature in _numbers(given.at):
         rounds = record_rounds(answers(config, engine, given.prompts, temperature))

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     results = [_answer(console, plain, spark, row, params) for row in rows]
     table = _table(results, rows, target)
     console.print(table)
-    console.print(f"target {config.target.path}, drafter {config.serve.drafter}, strategy {config.serve.strategy}")
+    console.print(f"target {config.target.path}, drafter {drafter.name}, strategy {config.serve.strategy}")
     if given.svg:
         picture = rich.console.Console(record=True, width=120, file=io.StringIO())
         picture.print(table)

@@ -221,8 +221,12 @@ def check_drafter(config: ConfigDict, target: "Target | None") -> Iterator[Check
         return load_drafter(path, target)
 
     drafter = yield from _attempt("drafter", load)
-    if drafter is not None:
-        yield Check("drafter", "file", "ok", f"{path}, {_file_size(path)}")
+    if drafter is not None and drafter.name == "lookup":
+        c = drafter.config
+        sizes = f"drafts {c.num_drafts} tokens after n-grams of up to {c.longest}, no weights"
+        yield Check("drafter", "lookup", "ok", sizes)
+    elif drafter is not None:
+        yield Check("drafter", "file", "ok", f"{drafter.name}, {_file_size(drafter.name)}")
         yield from _drafter_sizes(drafter)
         yield _mask_token(drafter, target)
         yield _fingerprint(drafter, target)

@@ -17,6 +17,7 @@ from dspark_jax.interop.drafter_io import Drafter, load_drafter
 from dspark_jax.interop.export import check_replaceable, export_drafter
 from dspark_jax.interop.export_needs import CONSUMERS, kind_of
 from dspark_jax.interop.target_io import load_target
+from dspark_jax.models.lookup import Lookup
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -32,6 +33,8 @@ def main(argv: list[str]) -> None:
     print(f"loading {config.target.path} and {config.serve.drafter} ...", flush=True)
     target = load_target(config.target.path, dtype=given.dtype)
     drafter = load_drafter(config.serve.drafter, target)
+    if isinstance(drafter.config, Lookup):
+        raise UserError("a lookup has no weights to export: set serve.drafter to a trained drafter")
     name = given.target_name or target.name
     options = {"dtype": given.dtype, "target_name": name, "overwrite": given.overwrite}
     export_drafter(given.out, drafter, target, given.to, **options)

@@ -42,8 +42,8 @@ def make_engine(config: ConfigDict, target: Target, drafter: Drafter | None, **o
     }
     if drafter and "cost_table" not in overrides and cost_table_path(config).exists():
         options["cost_table"] = load_table(cost_table_path(config), stamp_of(target, drafter))
-    if drafter and (Path(s.drafter) / TEMPERATURES).exists():
-        options["temperatures"] = load_temperatures(s.drafter, drafter_fingerprint(drafter))
+    if drafter and getattr(drafter.config, "confidence", False) and (Path(drafter.name) / TEMPERATURES).exists():
+        options["temperatures"] = load_temperatures(drafter.name, drafter_fingerprint(drafter))
     return Engine(target, drafter, **(options | overrides))
 
 
@@ -88,7 +88,7 @@ def serve_file(config: ConfigDict, prompts: str | Path, out: str | Path) -> dict
                 file.append(answer_row(*ready[index], completion))
                 completions.append(completion)
                 progress.advance(1)
-    report = {**environment(), "target": target.name, "drafter": config.serve.drafter or None,
+    report = {**environment(), "target": target.name, "drafter": drafter.name if drafter else None,
               "strategy": config.serve.strategy, "sampler": config.serve.sampler,
               **generation_report(completions, time.monotonic() - start)}  # fmt: skip
     write_json(f"{out}.report.json", report)

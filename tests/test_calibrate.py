@@ -55,6 +55,13 @@ def test_calibrate_leaves_temperatures_that_the_engine_uses(folder: Path) -> Non
     assert set(engine.temperatures.fitted) == {"rejection greedy", "rejection 0.9-1.3"}
 
 
+def test_a_lookup_has_no_confidences_to_calibrate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = argv(folder, f"--prompts={folder / 'prompts.jsonl'}", "--config.serve.drafter=lookup")
+    monkeypatch.setattr("sys.argv", line)  # where overrides of a config are looked up
+    with pytest.raises(UserError, match="needs a drafter with a confidence head"):
+        calibrate.main(line)
+
+
 def test_profile_leaves_a_cost_table_that_makes_auto_load_aware(folder: Path) -> None:
     profile.main(argv(folder))
     engine = make_engine(config_of(folder), *load_models(config_of(folder)))

@@ -75,6 +75,11 @@ def chat_target(golden_target: Path, tmp_path: Path) -> Path:
     return path
 
 
+def test_a_lookup_fits_every_target(run: Run, golden_target: Path) -> None:
+    code, checks = run(golden_target, "lookup")
+    assert code == 0 and checks["drafter", "lookup"]["text"].startswith("drafts 7 tokens")
+
+
 def test_fitting_pair_is_ok(run: Run, golden: Path, golden_target: Path) -> None:
     code, checks = run(golden_target, golden / "dspark_vanilla")
     assert code == 0

@@ -12,6 +12,7 @@ from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import KeysValues, Params
+from dspark_jax.models.lookup import Lookup
 from pallas_kernels import warp as warps
 from pallas_kernels.noise import Key, Role, position_key
 from pallas_kernels.ragged_attention import Prefix, ragged_rows, step_attention
@@ -23,8 +24,26 @@ class Proposal:
 
     token_RxK: jax.Array  # target ids
     log_q_RxK: jax.Array  # log q(token), computed where the token was drawn
-    warped_RxKxVd: jax.Array  # warped draft logits: the residual recomputes q from them
+    # Warped draft logits: the residual recomputes q from them. `()`: q is 1 at the drafted tokens.
+    warped_RxKxVd: jax.Array | tuple[()]
     confidence_RxK: jax.Array  # logits
+    match_R: jax.Array | None = None  # of a lookup: the length of the n-gram it found; 0: it has nothing to offer
+
+
+NEVER = -1e4  # a logit whose confidence is 0
+
+
+def look_up(module: Lookup, history_RxT: jax.Array, length_R: jax.Array, num_tokens: int) -> Proposal:
+    """Copies `num_tokens` tokens out of every slot's own text, whose first `length_R` tokens are committed.
+
+    The drafts are a function of committed tokens: q is 1 at each of them, and whatever a schedule makes of them is a
+    function of the past. Where nothing matches, the confidence is 0.
+    """
+    token_RxK, match_R = module.continuation(history_RxT, length_R)
+    token_RxK = token_RxK[:, :num_tokens]
+    confidence_R = jnp.where(match_R > 0, jnp.inf, NEVER)
+    log_q_RxK = jnp.zeros(token_RxK.shape)
+    return Proposal(token_RxK, log_q_RxK, (), confidence_R[:, None] + log_q_RxK, match_R)
 
 
 def draft_key(sampler: str, seed: Key, anchor_R: jax.Array, slot: jax.Array | int) -> Key:

@@ -5,6 +5,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,14 @@ from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEven
 from dspark_jax.decoding.results import features_of, rounds_of
 from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, empty_carry, prefill
 from dspark_jax.decoding.sampling import MAX_LOGPROBS, SAMPLERS, SamplingParams, SlotSampling
-from dspark_jax.decoding.schedule import Policy, SlotSchedule
+from dspark_jax.decoding.schedule import SlotSchedule, policy_of
 from dspark_jax.decoding.sink import Sink, hand_over
 from dspark_jax.errors import UserError
-from dspark_jax.interop.drafter_io import Drafter, check_fit
+from dspark_jax.interop.drafter_io import Drafter, check_fit, load_drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.scheduling.calibration import Temperatures
 from dspark_jax.scheduling.cost_model import CostTable
-from dspark_jax.scheduling.scheduler import Strategy, parse_strategy
 
 PREFILL_CHUNK = 128  # prompt tokens per slot and prefill program; chunks start at its multiples
 STOP_WIDTH = 8  # stop tokens a request may have
@@ -48,18 +48,12 @@ class _Dispatch:
     timed: bool  # the device had nothing else to do since the dispatch before it
 
 
-def _resolve(strategy: str, drafter: Drafter | None, cost_table: CostTable | None) -> Strategy:
-    """The strategy that a name means for these parts. "auto": by the costs where they are known, else whole blocks."""
-    block = drafter.config.num_drafts if drafter else 0
-    confident = bool(drafter) and getattr(drafter.config, "confidence", False)
-    if strategy == "auto":
-        strategy = "off" if not block else "load_aware" if cost_table and confident else f"fixed:{block}"
-    parsed = parse_strategy(strategy, block, confident)
-    return parsed
-
-
 class Engine:
     """Generates for many prompts at once, speculatively when it has a drafter. The output is the target's own.
+
+    `drafter`: a loaded one, or what `load_drafter` takes: a directory or hub id, "lookup" (copies from the request's
+    own text; no weights) or "auto" (the released drafter of a known target, else lookup; prints which). Where it has no
+    confidences, the running acceptance of each position, request by request, stands in.
 
     `max_slots` requests run together; `cache_tokens` rows of keys and values are shared by all of them (default: 1024
     a slot). `max_length` bounds prompt and answer (default: the model's context). `cost_table`: what rounds cost here,
@@ -71,7 +65,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: Drafter | str | Path | None = None,
         *,
         strategy: str = "auto",
         sampler: str = "rejection",
@@ -88,9 +82,11 @@ class Engine:
             raise UserError(f"unknown sampler {sampler!r}: known are {', '.join(SAMPLERS)}")
         if max_slots < 1 or page_size < 1 or rounds_per_dispatch < 1:
             raise UserError("max_slots, page_size and rounds_per_dispatch must be at least 1")
+        if isinstance(drafter, str | Path):
+            drafter = load_drafter(drafter, target)
         if drafter:
             check_fit(drafter.config, target)
-        self.policy = Policy(sampler, _resolve(strategy, drafter, cost_table))
+        self.policy = policy_of(sampler, strategy, drafter, cost_table)
         kind = self.policy.strategy
         drafter = None if kind.name == "off" else drafter
         self.drafts = 0 if drafter is None else int(kind.value) if kind.name == "fixed" else drafter.config.num_drafts
@@ -110,7 +106,7 @@ class Engine:
         self.models = Models(self.target.module, drafter.module if drafter else None, tokens, sink_taps)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
         pool_sizes = (self.pages.total, page_size, target.dtype)
-        draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if drafter else None
+        draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if self.models.drafts_by_network else None
         self.caches = Caches(empty_pools(target.config, *pool_sizes), draft_pools)
         self.slots = self.empty_slots()
         self._busy, self._start = False, 0.0
@@ -288,7 +284,8 @@ class Engine:
         table = np.zeros((self.max_slots, min(width, self.pages.total)), np.int32)
         carry = empty_carry(self.models.drafter, self.max_slots, self.target.dtype)
         schedule = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], self.max_slots, axis=0), self._schedule(1.0))
-        return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, carry, sampling, (), schedule))
+        history = np.zeros((self.max_slots, self.context), np.int32) if self.models.reads_history else ()
+        return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, carry, sampling, (), schedule, history))
 
     def _schedule(self, temperature: float) -> SlotSchedule | tuple[()]:
         """A slot's entries for the scheduler: its drafter's calibration at the request's temperature."""
@@ -296,7 +293,8 @@ class Engine:
             return ()
         known = self.temperatures
         fitted = known.of(self.policy.sampler, temperature, self.drafts) if known else np.ones(self.drafts)
-        return SlotSchedule.of(fitted)
+        kinds = self.models.drafter.longest + 1 if self.models.reads_history else 1
+        return SlotSchedule.of(fitted, kinds if self.policy.running else 0)
 
     def _compact(self, live: list[Request]) -> list[Request]:
         """Moves the requests that go on to the front; the other slots end."""
@@ -399,9 +397,11 @@ class Engine:
         sampling = SlotSampling.of(params, request.seed, request.stop_ids, STOP_WIDTH)
         numbers = (np.int32(ids[-1]), np.int32(len(ids)), np.int32(request.max_tokens))
         adjust = Adjust.of(params, ids, self.target.config.vocab_size) if self.slots.adjust else ()
-        return Slots(
-            *numbers, self._table_row(request), request.carry, sampling, adjust, self._schedule(params.temperature)
-        )
+        schedule, history = self._schedule(params.temperature), ()
+        if self.models.reads_history:
+            history = np.zeros(self.context, np.int32)
+            history[: len(ids)] = ids
+        return Slots(*numbers, self._table_row(request), request.carry, sampling, adjust, schedule, history)
 
     def _table_row(self, request: Request) -> np.ndarray:
         row = np.zeros(self.slots.table_RxC.shape[1], np.int32)

@@ -1,5 +1,6 @@
 """What rounds cost on the devices at hand: the serving programs themselves, timed at every size (paper section 4)."""
 
+import dataclasses
 import functools
 import hashlib
 import time
@@ -12,7 +13,6 @@ import numpy as np
 
 from dspark_jax.decoding.round import Slots, decode
 from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
-from dspark_jax.decoding.schedule import Policy, SlotSchedule
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.scheduling.cost_model import CostTable, Stamp, profile
@@ -41,8 +41,9 @@ def stamp_of(target: Target, drafter: Drafter) -> Stamp:
 
 
 def drafter_fingerprint(drafter: Drafter) -> str:
-    """16 hex digits of a drafter's sizes and of some weights in bfloat16."""
-    digest = hashlib.sha256(repr(jax.tree.map(jnp.shape, drafter.params)).encode())
+    """16 hex digits of a drafter's sizes and of some weights in bfloat16; of its settings where it has no weights."""
+    sizes = jax.tree.map(jnp.shape, drafter.params) or drafter.config
+    digest = hashlib.sha256(repr(sizes).encode())
     for array in jax.tree.leaves(drafter.params):
         digest.update(np.asarray(array.ravel()[:64].astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
@@ -78,7 +79,7 @@ class _Timer:
 
     def __init__(self, engine: "Engine", repeats: int):
         self.engine, self.repeats = engine, repeats
-        self.policy = Policy(engine.policy.sampler, Strategy("load_aware"))
+        self.policy = dataclasses.replace(engine.policy, strategy=Strategy("load_aware"))
         self.plain = functools.cache(self._plain)
         self.drafted = functools.cache(self._drafted)
         self.draft = functools.cache(self._draft)
@@ -118,12 +119,11 @@ class _Timer:
         length = max(context - engine.rounds * (engine.drafts + 1), 1)
         one = SlotSampling.of(SamplingParams(temperature=0.0), 0, (), slots.sampling.stop_RxE.shape[1])
         table = np.arange(slots.table_RxC.size).reshape(slots.table_RxC.shape) % engine.pages.total
-        level = SlotSchedule.of(np.full(engine.drafts, 1e9))
         repeat = lambda a: jnp.repeat(jnp.asarray(a)[None], count, axis=0)  # noqa: E731
         return slots.replace(
             length_R=jnp.full(count, length, jnp.int32),
             remaining_R=jnp.full(count, 1 << 30, jnp.int32),
             table_RxC=jnp.asarray(table, jnp.int32),
             sampling=jax.tree.map(repeat, one),
-            schedule=jax.tree.map(repeat, level),
+            schedule=jax.tree.map(lambda a: jnp.full_like(a, 1e9), slots.schedule),
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dspark_jax.decoding.adjust import Adjust, adjusted, forbid_padding
 from dspark_jax.decoding.caches import Pools, view_pools, write_pools
-from dspark_jax.decoding.draft import Proposal, propose
+from dspark_jax.decoding.draft import Proposal, look_up, propose
 from dspark_jax.decoding.sampling import SlotSampling
 from dspark_jax.decoding.schedule import Policy, SlotSchedule, plan
 from dspark_jax.decoding.sink import RowFeatures, tap_rows
@@ -20,6 +20,7 @@ from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import KeysValues, Params
+from dspark_jax.models.lookup import Lookup
 from dspark_jax.models.target import Decoder, DecoderOutput
 from dspark_jax.scheduling.scheduler import RoundCost
 from pallas_kernels.ragged_attention import Rows, ragged_rows
@@ -34,9 +35,19 @@ class Models:
     """
 
     target: Decoder
-    drafter: DSpark | Eagle3 | None
+    drafter: DSpark | Eagle3 | Lookup | None
     num_tokens: int
     sink_taps: tuple[int, ...] | None = None
+
+    @property
+    def reads_history(self) -> bool:
+        """True when the drafter reads the slots' tokens."""
+        return isinstance(self.drafter, Lookup)
+
+    @property
+    def drafts_by_network(self) -> bool:
+        """True when the drafter has weights, and keys and values of its own."""
+        return isinstance(self.drafter, DSpark | Eagle3)
 
 
 @flax.struct.dataclass
@@ -68,6 +79,7 @@ class Slots:
     sampling: SlotSampling
     adjust: Adjust | tuple[()] = ()  # of the logits; `()` while no running request asks for any
     schedule: SlotSchedule | tuple[()] = ()  # `()` without a scheduler
+    history_RxT: jax.Array | tuple[()] = ()  # its tokens, where they are what the drafter reads
 
 
 @flax.struct.dataclass
@@ -135,7 +147,7 @@ def fresh_rows(
 
     `next_token_N`: the token after each row to keep.
     """
-    if models.drafter is None:
+    if not models.drafts_by_network:
         return FreshRows(output.kv, (), carry)
     variables, module = {"params": weights.drafter}, type(models.drafter)
     taps_NxMH = output.taps_NxMH[:, : len(models.drafter.config.tap_layers) * output.hidden_NxH.shape[-1]]
@@ -155,7 +167,7 @@ def commit(caches: Caches, fresh: FreshRows, table_RxC: jax.Array, rows: Rows, k
     return Caches(write_pools(caches.target, fresh.target, table_RxC, rows, keep_N), draft)
 
 
-def empty_carry(drafter: DSpark | Eagle3 | None, slots: int, dtype: jnp.dtype) -> Any:
+def empty_carry(drafter: DSpark | Eagle3 | Lookup | None, slots: int, dtype: jnp.dtype) -> Any:
     """The carry of slots that have committed nothing."""
     if not isinstance(drafter, Eagle3):
         return ()
@@ -224,15 +236,13 @@ def decode_round(
     block_RxQ, proposal, schedule = slots.anchor_R[:, None], None, slots.schedule
     sizes, bucket, length_R = policy.buckets(len(cached_R), drafts), 0, jnp.where(active_R, drafts, 0)
     if drafts:
-        prefixes, token_ids = view_pools(caches.draft, table, cached_R), weights.borrowed.token_ids_Vd
-        proposal = propose(
-            models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefixes, slots.carry, slots.sampling,
-            policy.sampler, drafts, draft_adjustment(models, slots, token_ids),
-        )  # fmt: skip
+        proposal = draft(models, policy, weights, caches, slots, drafts=drafts, context_pages=context_pages)
         block_RxQ = jnp.concatenate([block_RxQ, proposal.token_RxK], axis=1)
         if policy.scheduled:
             chosen = plan(policy, schedule, proposal, slots.sampling.warp.temperature == 0, active_R, cost)
             length_R, bucket, schedule = chosen.length_R, chosen.bucket, chosen.schedule
+        if proposal.match_R is not None:
+            length_R = jnp.where(proposal.match_R > 0, length_R, 0)
     count_R = jnp.where(active_R, length_R + 1, 0)
     step = functools.partial(
         _verified, models, policy, weights, caches, slots, table, block_RxQ, proposal, count_R, top_logprobs
@@ -242,6 +252,8 @@ def decode_round(
     rows = ragged_rows(count_R, cached_R, sizes[-1], drafts + 1)
     caches = commit(caches, out.fresh, slots.table_RxC, rows, out.count_R)
     last = jnp.take_along_axis(out.token_RxQ, jnp.maximum(out.count_R - 1, 0)[:, None], axis=1)[:, 0]
+    if drafts and policy.running:
+        schedule = schedule.observed(proposal, count_R - 1, out.accepted_R)
     slots = slots.replace(
         anchor_R=jnp.where(active_R, last, slots.anchor_R).astype(jnp.int32),
         length_R=(slots.length_R + out.count_R).astype(jnp.int32),
@@ -249,6 +261,7 @@ def decode_round(
         carry=out.fresh.carry,
         adjust=slots.adjust.emitted(out.token_RxQ, out.count_R) if slots.adjust else (),
         schedule=schedule,
+        history_RxT=_appended(slots, out) if models.reads_history else (),
     )
     # A drafted token counts as accepted only if it was emitted: a stop or the limit may have cut it off.
     accepted_R, verified_R = jnp.minimum(out.accepted_R, out.count_R), jnp.maximum(count_R - 1, 0)
@@ -283,7 +296,7 @@ def _verified(
     raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
     raw = forbid_padding(raw, models.num_tokens)
     logits = _adjust_rows(models, slots, raw, rows, block_RxQ)
-    token_ids = weights.borrowed.token_ids_Vd if proposal is not None else None
+    token_ids = weights.borrowed.token_ids_Vd if weights.borrowed is not None else None
     verdict = verify(logits, rows, proposal, token_ids, slots.sampling, policy.sampler)
     token_RxQ, emitted_R, remaining_R = _emit(block_RxQ, verdict, slots, slots.remaining_R > 0)
     following = token_RxQ[rows.slot_N, rows.offset_N]
@@ -291,6 +304,28 @@ def _verified(
     logprobs = _logprobs(raw, rows, token_RxQ, top_logprobs) if top_logprobs >= 0 else ()
     features = tap_rows(output, models.sink_taps, block_rows(rows))
     return Outcome(token_RxQ, emitted_R, verdict.accepted_R, remaining_R, fresh.padded(padded), logprobs, features)
+
+
+def draft(
+    models: Models, policy: Policy, weights: Weights, caches: Caches, slots: Slots, *, drafts: int, context_pages: int
+) -> Proposal:
+    """`drafts` tokens after the anchor of every slot."""
+    if models.reads_history:
+        longest = context_pages * caches.target[0].page_size
+        return look_up(models.drafter, slots.history_RxT[:, :longest], slots.length_R, drafts)
+    prefixes = view_pools(caches.draft, slots.table_RxC[:, :context_pages], slots.length_R - 1)
+    return propose(
+        models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefixes, slots.carry, slots.sampling,
+        policy.sampler, drafts, draft_adjustment(models, slots, weights.borrowed.token_ids_Vd),
+    )  # fmt: skip
+
+
+def _appended(slots: Slots, out: Outcome) -> jax.Array:
+    """The slots' tokens with those that a round emitted."""
+    index_Q = jnp.arange(out.token_RxQ.shape[1])
+    place_RxQ = jnp.where(index_Q < out.count_R[:, None], slots.length_R[:, None] + index_Q, slots.history_RxT.shape[1])
+    slot_Rx1 = jnp.arange(len(slots.length_R))[:, None]
+    return slots.history_RxT.at[slot_Rx1, place_RxQ].set(out.token_RxQ.astype(jnp.int32), mode="drop")
 
 
 def draft_adjustment(models: Models, slots: Slots, token_ids_Vd: jax.Array) -> Callable[..., jax.Array]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from dspark_jax.decoding.draft import Proposal
 from dspark_jax.decoding.sampling import SlotSampling, argmax, draw, log_prob_of
 from pallas_kernels import warp as warps
-from pallas_kernels.noise import Role, gumbel, position_key, uniform
+from pallas_kernels.noise import Key, Role, gumbel, position_key, uniform
 from pallas_kernels.ragged_attention import Rows
 
 
@@ -80,7 +80,14 @@ def _verify_rejection(
         bonus = draw(warped, sampling.warp.temperature, position_key(sampling.seed, position, Role.SAMPLE))
         if proposal is None:
             return bonus
-        residual = _draw_residual(warped, accepted, position, proposal, token_ids_Vd, sampling)
+        slot = jnp.minimum(accepted, proposal.token_RxK.shape[1] - 1)[:, None]
+        key = position_key(sampling.seed, position, Role.RESIDUAL)
+        if isinstance(proposal.warped_RxKxVd, tuple):
+            rejected = jnp.take_along_axis(proposal.token_RxK, slot, axis=1)
+            residual = _draw_other(warped, rejected, key, sampling)
+        else:
+            q = jnp.take_along_axis(proposal.warped_RxKxVd, slot[:, :, None], axis=1)[:, 0]
+            residual = _draw_residual(warped, q, key, token_ids_Vd)
         return jnp.where(accepted < rows.count_R - 1, residual, bonus)
 
     best = argmax(logits_RxV)
@@ -101,20 +108,21 @@ def _accept_sampled(
     return jnp.log(u) < log_p_N[block][:, :drafts] - proposal.log_q_RxK
 
 
-def _draw_residual(
-    warped_RxV: jax.Array,
-    accepted_R: jax.Array,
-    position_R: jax.Array,
-    proposal: Proposal,
-    token_ids_Vd: jax.Array,
-    sampling: SlotSampling,
-) -> jax.Array:
-    """A token from max(p - q, 0), normalised. Where rounding leaves no mass, from p: there p and q are equal."""
-    slot = jnp.minimum(accepted_R, proposal.token_RxK.shape[1] - 1)[:, None, None]
-    q = jax.nn.softmax(jnp.take_along_axis(proposal.warped_RxKxVd, slot, axis=1)[:, 0], axis=-1)
+def _draw_residual(warped_RxV: jax.Array, draft_RxVd: jax.Array, key: Key, token_ids_Vd: jax.Array) -> jax.Array:
+    """A token from max(p - q, 0), normalised. Where rounding leaves no mass, from p: there p and q are equal.
+
+    `draft_RxVd`: warped draft logits of the rejected draft.
+    """
+    q = jax.nn.softmax(draft_RxVd, axis=-1)
     p = jax.nn.softmax(warped_RxV, axis=-1)
     left = jnp.maximum(p.at[:, token_ids_Vd].add(-q.astype(p.dtype)), 0)
     left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p)
-    key = position_key(sampling.seed, position_R, Role.RESIDUAL)
     noise = gumbel(tuple(word[:, None] for word in key), jnp.arange(p.shape[-1])).astype(p.dtype)
     return argmax(jnp.log(left) + noise)
+
+
+def _draw_other(warped_RxV: jax.Array, rejected_Rx1: jax.Array, key: Key, sampling: SlotSampling) -> jax.Array:
+    """The residual of a draft that was certain: p without that token; p itself where there is no other."""
+    others = jnp.where(jnp.arange(warped_RxV.shape[-1]) == rejected_Rx1, -jnp.inf, warped_RxV)
+    left = jnp.where(jnp.max(others, axis=-1, keepdims=True) > -jnp.inf, others, warped_RxV)
+    return draw(left, sampling.warp.temperature, key)

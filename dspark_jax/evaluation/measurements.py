@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dspark_jax.decoding.caches import view_pools
-from dspark_jax.decoding.draft import Proposal, propose
+from dspark_jax.decoding.draft import Proposal
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.requests import Completion, Prompt
-from dspark_jax.decoding.round import Caches, Models, Slots, Weights, decode, prefill, target_rows
+from dspark_jax.decoding.round import Caches, Models, Slots, Weights, decode, draft, prefill, target_rows
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.schedule import Policy
 from dspark_jax.demo import demo_prompts
@@ -25,7 +24,7 @@ from dspark_jax.evaluation.report import environment
 from dspark_jax.evaluation.timing import Clock, CpuUse, seconds
 from dspark_jax.evaluation.transformers_step import TransformersStep, load_transformers
 from dspark_jax.interop.checkpoint_files import locate
-from dspark_jax.interop.drafter_io import Drafter, load_drafter
+from dspark_jax.interop.drafter_io import BY_NAME, Drafter, load_drafter
 from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.models.target import Decoder
 from dspark_jax.progress import Progress
@@ -57,7 +56,7 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, Any]:
     floor["step_over_floor"] = {batch: row["ours_ms"] / floor["floor_ms"] for batch, row in step.items()}
     return {
         **environment(), "threads": _threads(), "others_cpu_percent": used.others_percent(), "target": target.name,
-        "dtype": str(target.dtype), "drafter": config.serve.drafter if drafter else None,
+        "dtype": str(target.dtype), "drafter": drafter.name if drafter else None,
         "strategy": config.serve.strategy, "sampler": config.serve.sampler, "repeats": repeats,
         "context_tokens": CONTEXT, "answer_tokens": ANSWER, "step": step, "floor": floor, "round": rounds,
         "end_to_end": answers, "compilations_after_warm_up": clock.compilations, "skipped": skipped,
@@ -78,7 +77,8 @@ def _load(config: ConfigDict) -> tuple[Target, Drafter | None, dict[str, str]]:
     if not config.serve.drafter or config.serve.strategy == "off":
         return target, None, {"rounds and end to end": "the config drafts nothing (serve.drafter, serve.strategy)"}
     try:
-        locate(config.serve.drafter)
+        if config.serve.drafter not in BY_NAME:
+            locate(config.serve.drafter)
     except UserError as error:  # it may not have been trained yet; a damaged one does stop the run
         return target, None, {"rounds and end to end": str(error)}
     return target, load_drafter(config.serve.drafter, target), {}
@@ -154,9 +154,7 @@ def drafting(
     models: Models, policy: Policy, weights: Weights, caches: Caches, slots: Slots, drafts: int, context_pages: int
 ) -> Proposal:
     """The proposal of a round alone."""
-    prefixes = view_pools(caches.draft, slots.table_RxC[:, :context_pages], slots.length_R - 1)
-    parts = (models.drafter, weights.drafter, weights.borrowed)
-    return propose(*parts, slots.anchor_R, prefixes, slots.carry, slots.sampling, policy.sampler, drafts)
+    return draft(models, policy, weights, caches, slots, drafts=drafts, context_pages=context_pages)
 
 
 def compiled_programs() -> int:

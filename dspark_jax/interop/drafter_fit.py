@@ -6,10 +6,11 @@ from dspark_jax.errors import UserError
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.config import DrafterConfig, Eagle3Config
 from dspark_jax.models.heads import HEADS
+from dspark_jax.models.lookup import Lookup
 
 
 def check_fit(
-    config: DrafterConfig | Eagle3Config,
+    config: DrafterConfig | Eagle3Config | Lookup,
     target: Target,
     special_ids: Iterable[int] = (),
     reference_taps: range | None = None,
@@ -19,6 +20,9 @@ def check_fit(
     `special_ids`: end and padding tokens besides the target's own. `reference_taps`: where a format asks for
     increasing tap ids, those it allows.
     """
+    if isinstance(config, Lookup):
+        _check_lookup(config)
+        return
     c, t = config.decoder, target.config
     pairs = {
         "hidden size": (config.target_hidden_size or c.hidden_size, t.hidden_size),
@@ -36,6 +40,13 @@ def check_fit(
     if isinstance(config, DrafterConfig):
         _check_mask(config.mask_token_id, target, special_ids)
         _check_block(config)
+
+
+def _check_lookup(config: Lookup) -> None:
+    if config.num_drafts < 1 or config.longest < 1:
+        raise UserError(
+            f"a lookup of {config.num_drafts} drafts after n-grams of up to {config.longest}: both are at least 1"
+        )
 
 
 def _check_taps(taps: tuple[int, ...], num_layers: int, reference: range | None) -> None:

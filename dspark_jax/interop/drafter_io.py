@@ -1,10 +1,11 @@
-"""Drafters on disk: read in every layout that `drafter_formats` knows; `export` writes them.
+"""Drafters by name, and on disk: read in every layout that `drafter_formats` knows; `export` writes them.
 
 Our own files hold what was trained and borrow the target's embedding and head; a reduced vocabulary adds `d2t`
 (target id = draft id + d2t[draft id]). Others carry copies of the tables, which are used as they are.
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,35 +22,46 @@ from dspark_jax.interop.drafter_tensors import (
     init_drafter,
     params_from_tensors,
 )
+from dspark_jax.interop.released import released_for
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.config import DrafterConfig, Eagle3Config
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import Params
+from dspark_jax.models.lookup import Lookup
 
-__all__ = ["Drafter", "abstract_drafter", "borrow", "check_fit", "init_drafter", "load_drafter"]
+BY_NAME = ("lookup", "auto")
+
+__all__ = ["BY_NAME", "Drafter", "abstract_drafter", "borrow", "check_fit", "init_drafter", "load_drafter"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """A drafter bound to its target: its own parameters, and the tables it borrows."""
+    """A drafter bound to its target: its own parameters, and the tables it borrows. A lookup has neither."""
 
-    config: DrafterConfig | Eagle3Config
-    params: Params
-    borrowed: Borrowed
+    config: DrafterConfig | Eagle3Config | Lookup
+    params: Params = dataclasses.field(default_factory=dict)
+    borrowed: Borrowed | None = None
     target_fingerprint: str = ""  # of the target it was trained for; "" where its file does not say
+    name: str = ""  # what it was loaded as
 
     @property
-    def module(self) -> DSpark | Eagle3:
-        return drafter_module(self.config)
+    def module(self) -> DSpark | Eagle3 | Lookup:
+        return self.config if isinstance(self.config, Lookup) else drafter_module(self.config)
 
 
 def load_drafter(source: str | Path, target: Target, *, block_size: int | None = None) -> Drafter:
     """Loads a drafter of any layout in `drafter_formats` (directory or hub id) for `target`.
 
-    `block_size`: asks for this one; a checkpoint with another is refused. Raises UserError, and loads nothing, when
-    something is missing, strange, not supported or made for another target.
+    "lookup" copies from the request's own text, with no weights, for any target; "auto" is the released drafter of a
+    known target, else lookup, and prints which. `block_size`: asks for this one, which a lookup then drafts; a
+    checkpoint with another is refused. Raises UserError, and loads nothing, when something is missing, strange, not
+    supported or made for another target.
     """
+    if source == "lookup":
+        return _lookup(target, block_size)
+    if source == "auto":
+        return _automatic(target, block_size)
     path = locate(source)
     if not path.is_dir():
         raise UserError(f"{path} is no directory: a drafter is config.json and safetensors, GGUF drafters are not read")
@@ -72,7 +84,26 @@ def load_drafter(source: str | Path, target: Target, *, block_size: int | None =
     params = params_from_tensors(config, tensors, target.dtype)
     # Of foreign heads only whole ones are the target's; ours are, reduced or not.
     borrowed = read_tables(tensors, config, target, own_head="target_fingerprint" not in raw)
-    return Drafter(config, params, borrowed, raw.get("target_fingerprint", ""))
+    return Drafter(config, params, borrowed, raw.get("target_fingerprint", ""), str(source))
+
+
+def _lookup(target: Target, block_size: int | None) -> Drafter:
+    config = Lookup() if block_size is None else Lookup(num_drafts=block_size)
+    check_fit(config, target)
+    return Drafter(config, name="lookup")
+
+
+def _automatic(target: Target, block_size: int | None) -> Drafter:
+    """The released drafter of a known target, else lookup. Says on stderr which, and why."""
+    released = released_for(target.name)
+    try:
+        if released is None:
+            raise UserError(f"no released drafter of {target.name} is known")
+        drafter, why = load_drafter(released, target, block_size=block_size), f"released for {target.name}"
+    except UserError as error:
+        drafter, why = _lookup(target, block_size), str(error)
+    print(f"drafter: {drafter.name} ({why})", file=sys.stderr, flush=True)
+    return drafter
 
 
 def _special_ids(raw: Mapping[str, Any]) -> set[int]:

@@ -16,7 +16,7 @@ from dspark_jax.errors import UserError
 
 STRATEGIES = ("auto", "off", "fixed:k")
 ALL_STRATEGIES = ("auto", "off", "fixed:k", "threshold:θ", "dcut", "load_aware", "load_aware_async")
-NEED_CONFIDENCE = ("threshold", "load_aware", "load_aware_async")
+BY_CONFIDENCE = ("threshold", "load_aware", "load_aware_async")
 
 # ---------------------------------------------------------------------------------------------------- names
 
@@ -43,11 +43,12 @@ def drafts_per_round(strategy: str, block: int) -> int:
     return _fixed_drafts(strategy, count, block)
 
 
-def parse_strategy(strategy: str, block: int, has_confidence: bool = True) -> Strategy:
-    """The strategy of that name, for a drafter of `block` tokens (0: no drafter) with a confidence head or without.
+def parse_strategy(strategy: str, block: int, has_probabilities: bool = True) -> Strategy:
+    """The strategy of that name, for a drafter of `block` tokens (0: no drafter).
 
-    What "auto" becomes is left to the caller, who knows of the cost table. Raises UserError on an unknown name, a bad
-    number, a missing drafter or a missing confidence head.
+    `has_probabilities`: whether its drafts have any, which "dcut" reads. What "auto" becomes is left to the caller, who
+    knows of the cost table. Raises UserError on an unknown name, a bad number, a missing drafter or missing
+    probabilities.
     """
     name, colon, number = strategy.partition(":")
     if name not in (known.partition(":")[0] for known in ALL_STRATEGIES) or bool(colon) != (name in _NUMBERED):
@@ -57,9 +58,9 @@ def parse_strategy(strategy: str, block: int, has_confidence: bool = True) -> St
     if name == "fixed":
         return Strategy(name, _fixed_drafts(strategy, number, block))
     _need_drafter(strategy, block)
-    if name in NEED_CONFIDENCE and not has_confidence:
-        others = ", ".join(s for s in ALL_STRATEGIES if s.partition(":")[0] not in (*NEED_CONFIDENCE, "auto"))
-        raise UserError(f"strategy {strategy!r} needs a drafter with a confidence head: without one, use {others}")
+    if name == "dcut" and not has_probabilities:
+        others = ", ".join(s for s in ALL_STRATEGIES if s not in ("dcut", "auto"))
+        raise UserError(f"strategy {strategy!r} reads draft probabilities, and a lookup has none: use {others}")
     return Strategy(name, _least_confidence(strategy, number)) if name == "threshold" else Strategy(name)
 
 

@@ -42,9 +42,9 @@ Planner = Callable[..., Plan]
 # ---------------------------------------------------------------------------------------------------- planners
 
 
-def planner(strategy: str, sampler: str) -> Planner:
+def planner(strategy: str, sampler: str, running: bool = False) -> Planner:
     """The engine's plan under one policy."""
-    return functools.partial(plan, Policy(sampler, parse_strategy(strategy, BLOCK)))
+    return functools.partial(plan, Policy(sampler, parse_strategy(strategy, BLOCK), running))
 
 
 def leaky(own: Planner) -> Planner:
@@ -57,10 +57,16 @@ def leaky(own: Planner) -> Planner:
     return plan
 
 
-def planners(sampler: str) -> dict[str, Planner]:
-    """The engine's strategies, and mistakes made on purpose. Those are legal only where any schedule is exact."""
-    own = {strategy: planner(strategy, sampler) for strategy in STRATEGIES}
+def planners(sampler: str, running: bool = False) -> dict[str, Planner]:
+    """The engine's strategies, and mistakes made on purpose. Those are legal only where any schedule is exact.
+
+    `running`: those that read confidences, with the running acceptance in their place.
+    """
+    own = {strategy: planner(strategy, sampler, running) for strategy in STRATEGIES}
     mistakes = {f"{strategy}, leaky": leaky(own[strategy]) for strategy in STRATEGIES[:3]}
+    if running:
+        del own["dcut"]
+        return own | mistakes
     mistakes["global search over current confidences"] = planner("load_aware", "coupled")
     mistakes["dcut by the drawn token"] = planner("dcut", "coupled")
     return own | mistakes
@@ -91,9 +97,10 @@ class AllRows(Policy):
 
 
 @functools.cache
-def program(models: Models, sampler: str) -> Callable:
+def program(models: Models, sampler: str, running: bool) -> Callable:
     """f(weights, caches, slots, costs, index of the planner, whether draft noise goes by position) -> Emitted."""
-    every, policy = list(planners(sampler).values()), AllRows(sampler, parse_strategy("load_aware", BLOCK))
+    every = list(planners(sampler, running).values())
+    policy = AllRows(sampler, parse_strategy("load_aware", BLOCK), running)
     real_key = draft_module.draft_key
 
     def answers(weights, caches, slots, costs, index, by_position):
@@ -149,7 +156,7 @@ def engine_of(
 
 
 def filled(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Engine:
-    """The engine, holding a load. Prompts of one token need no prefill."""
+    """The engine, holding a load with its prompts cached."""
     engine.fill(engine.requests(prompts, params))
     return engine
 
@@ -172,20 +179,22 @@ def answers(engine: Engine, slots: Slots, costs: RoundCost, name: str, by_positi
 
     `by_position`: draft noise goes by absolute position, and no longer by anchor and slot in the block.
     """
-    sampler = engine.policy.sampler
-    caches = jax.tree.map(lambda a: jnp.zeros((a.shape[0], LOADS * SIZE, *a.shape[2:]), a.dtype), engine.caches)
-    index = list(planners(sampler)).index(name)
-    return Answers.of(program(engine.models, sampler)(engine.weights, caches, slots, costs, index, by_position))
+    sampler, running = engine.policy.sampler, engine.policy.running
+    pages = jnp.tile(engine.slots.table_RxC[:, 0], LOADS)  # every slot's page with its prompt
+    caches = jax.tree.map(lambda a: a[:, pages], engine.caches)
+    index = list(planners(sampler, running)).index(name)
+    run = program(engine.models, sampler, running)
+    return Answers.of(run(engine.weights, caches, slots, costs, index, by_position))
 
 
 # ---------------------------------------------------------------------------------------------------- laws
 
 
-def answer_law(target: Target, first: int, params: SamplingParams) -> np.ndarray:
-    """`[V] * ANSWER`: the probability of every answer to a prompt of one token, by the dense target."""
+def answer_law(target: Target, prompt: Sequence[int], params: SamplingParams) -> np.ndarray:
+    """`[V] * ANSWER`: the probability of every answer to a prompt, by the dense target."""
     prefixes = np.array(list(itertools.product(range(VOCAB), repeat=ANSWER - 1)))
-    tokens = jnp.asarray(np.insert(prefixes, 0, first, axis=1))
-    logits = np.asarray(dense_forward(target.module, target.params, tokens).logits)
+    tokens = jnp.asarray(np.hstack([np.tile(prompt, (len(prefixes), 1)), prefixes]))
+    logits = np.asarray(dense_forward(target.module, target.params, tokens).logits)[:, len(prompt) - 1 :]
     p = law(logits.reshape(-1, VOCAB), params).reshape(*[VOCAB] * (ANSWER - 1), ANSWER, VOCAB)
     joint = np.ones([VOCAB] * ANSWER)
     for n in range(ANSWER):  # token n, given those before it; what comes after plays no part

@@ -7,6 +7,7 @@ import pytest
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.requests import Completion
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.scheduling.cost_model import CostTable, Stamp, Time
 from dspark_jax.scheduling.scheduler import row_buckets
 
@@ -88,16 +89,13 @@ def scheduled(talk, tiny_drafter, tiny_eagle):
         "bigram": tiny_drafter(talk.target, "bigram", 4),
         "reduced": tiny_drafter(talk.target, "bigram", 3, [*range(20), *range(30, 42)]),
         "eagle": tiny_eagle(talk.target),
-        "lookup": "lookup",
+        "lookup": load_drafter("lookup", talk.target),
     }
 
     def make(strategy: str, drafter: str, sampler: str = "coupled", slots: int = 3) -> Engine:
         sizes = {"max_slots": slots, "rounds_per_dispatch": 4, "page_size": 4}
-        drafts = drafters[drafter].config.num_drafts if drafter != "lookup" else LOOKUP_DRAFTS
-        table = None if strategy.startswith("threshold") else costs(slots, drafts)
-        return Engine(
-            talk.target, drafters[drafter], strategy=strategy, sampler=sampler, cost_table=table, **sizes
-        )
+        table = None if strategy.startswith("threshold") else costs(slots, drafters[drafter].config.num_drafts)
+        return Engine(talk.target, drafters[drafter], strategy=strategy, sampler=sampler, cost_table=table, **sizes)
 
     return make
 

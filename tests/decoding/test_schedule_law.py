@@ -87,7 +87,7 @@ def costs_of_all() -> RoundCost:
 
 @pytest.fixture(scope="module")
 def laws(target) -> list[np.ndarray]:
-    return [answer_law(target, prompt[0], params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    return [answer_law(target, prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,13 @@ def test_the_command_needs_a_drafter(run, tmp_path):
         run("--to=vllm", f"--out={tmp_path / 'export'}", drafter="")
 
 
+@pytest.mark.parametrize("name", ["lookup", "auto"])
+def test_a_lookup_has_nothing_to_export(run, tmp_path, name):
+    with pytest.raises(UserError, match="no weights to export"):
+        run("--to=vllm", f"--out={tmp_path / 'export'}", f"--config.serve.drafter={name}", drafter="")
+    assert not (tmp_path / "export").exists()
+
+
 def test_a_directory_in_use_is_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):
     monkeypatch.setattr("dspark_jax.export.load_target", lambda *args, **options: pytest.fail("loaded"))
     with pytest.raises(UserError, match="is in use"):

@@ -340,11 +340,11 @@ def test_appendix_a_a_budget_from_older_confidences_keeps_the_law(older):
 def test_strategies_by_name():
     assert parse_strategy("threshold:0.5", 7) == ("threshold", 0.5) and parse_strategy("fixed:3", 7) == ("fixed", 3)
     assert parse_strategy("load_aware_async", 7).name == "load_aware_async"
-    assert parse_strategy("off", 0).name == "off" and parse_strategy("dcut", 7, has_confidence=False).name == "dcut"
+    assert parse_strategy("off", 0).name == "off" and parse_strategy("dcut", 7).name == "dcut"
 
 
 @pytest.mark.parametrize(
-    ("strategy", "block", "head", "words"),
+    ("strategy", "block", "probabilities", "words"),
     [
         ("fast", 7, True, "unknown strategy 'fast': known are auto, off, fixed:k, threshold:θ"),
         ("load_aware:3", 7, True, "unknown strategy 'load_aware:3'"),
@@ -355,13 +355,12 @@ def test_strategies_by_name():
         ("threshold:nan", 7, True, "a number up to 1"),
         ("threshold:1.5", 7, True, "a number up to 1"),
         ("load_aware", 0, True, "needs a drafter: give one"),
-        ("load_aware", 7, False, "confidence head: without one, use off, fixed:k, dcut"),
-        ("threshold:0.5", 7, False, "confidence head: without one, use off, fixed:k, dcut"),
+        ("dcut", 7, False, "a lookup has none: use off, fixed:k, threshold:θ, load_aware, load_aware_async"),
     ],
 )
-def test_bad_strategies_are_refused(strategy, block, head, words):
+def test_bad_strategies_are_refused(strategy, block, probabilities, words):
     with pytest.raises(UserError) as error:
-        parse_strategy(strategy, block, head)
+        parse_strategy(strategy, block, probabilities)
     assert words in str(error.value)
 
 
