@@ -113,8 +113,20 @@ def _draw_residual(
     slot = jnp.minimum(accepted_R, proposal.token_RxK.shape[1] - 1)[:, None, None]
     q = jax.nn.softmax(jnp.take_along_axis(proposal.warped_RxKxVd, slot, axis=1)[:, 0], axis=-1)
     p = jax.nn.softmax(warped_RxV, axis=-1)
-    left = jnp.maximum(p.at[:, token_ids_Vd].add(-q.astype(p.dtype)), 0)
+    left = jnp.maximum(p - _over_words(q.astype(p.dtype), token_ids_Vd, p.shape[-1]), 0)
     left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p)
     key = position_key(sampling.seed, position_R, Role.RESIDUAL)
     noise = gumbel(tuple(word[:, None] for word in key), jnp.arange(p.shape[-1])).astype(p.dtype)
     return argmax(jnp.log(left) + noise)
+
+
+def _over_words(q_RxVd: jax.Array, token_ids_Vd: jax.Array, vocab: int) -> jax.Array:
+    """`[R, V]` probabilities of a drafter that may speak a part of the vocabulary only: 0 elsewhere.
+
+    Words look their column up. Scattering columns would send all of them to every device of a mesh.
+    """
+    spoken = len(token_ids_Vd)
+    if spoken == vocab:
+        return q_RxVd
+    column_V = jnp.full(vocab, spoken).at[token_ids_Vd].set(jnp.arange(spoken))
+    return jnp.take(q_RxVd, column_V, axis=1, mode="fill", fill_value=0)
