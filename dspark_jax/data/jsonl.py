@@ -43,9 +43,7 @@ def check_run(path: Path, run: Mapping[str, Any]) -> None:
         raise UserError(f"{stamp} is damaged: remove it and {path.name} to start over") from None
     differs = [key for key in sorted(set(before) | set(run)) if before.get(key) != run.get(key)]
     if differs:
-        raise UserError(
-            f"{path} is the output of another run (its {', '.join(differs)} differ): choose another file"
-        )
+        raise UserError(f"{path} is the output of another run (its {', '.join(differs)} differ): choose another file")
 
 
 class ResumableJsonl:

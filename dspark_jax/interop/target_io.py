@@ -119,8 +119,8 @@ def load_target(
 ) -> Target:
     """Loads a model. `source`: a hub id, a directory with config.json, or a .gguf file.
 
-    `dtype` None: float32 on CPU, bfloat16 elsewhere. `mesh`: devices that share the weights (`parallel.make_mesh`); each
-    gets its part alone, so the model need not fit one of them. Raises UserError on anything that cannot be read or used.
+    `dtype` None: float32 on CPU, bfloat16 elsewhere. `mesh`: devices that share the weights (`parallel.make_mesh`);
+    each gets its part alone, so the model need not fit one of them. Raises UserError on what cannot be read or used.
     """
     path = locate(source)
     dtype = float_dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
