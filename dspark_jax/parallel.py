@@ -54,7 +54,8 @@ def start_processes(text: str) -> tuple[int, int]:
     """Joins the processes of one run, before anything else touches a device: this one's index, and their number.
 
     `text`: "auto" where JAX finds the others itself (TPU pods, Slurm, MPI), "HOST:PORT,COUNT,INDEX" anywhere (HOST runs
-    process 0), "" for a process on its own. Returns when all have come. Raises UserError where they do not.
+    process 0), "" for a process on its own. Returns when all have come; JAX ends those that wait for one more than five
+    minutes. Raises UserError where they do not fit together.
     """
     if not text:
         return 0, 1
@@ -63,9 +64,12 @@ def start_processes(text: str) -> tuple[int, int]:
         raise UserError(f"processes {text!r}: write auto, or HOST:PORT,COUNT,INDEX with INDEX from 0 to COUNT - 1")
     try:
         jax.distributed.initialize(*((parts[1], int(parts[2]), int(parts[3])) if parts else ()))
-        return jax.process_index(), jax.process_count()
+        count = jax.process_count()  # as process 0 has it
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the processes of {text!r} did not come together: {str(error).splitlines()[0]}") from None
+    if parts and int(parts[2]) != count:
+        raise UserError(f"processes {text!r}: process 0 was started with {count} of them, give all the same COUNT")
+    return jax.process_index(), count
 
 
 def describe_mesh(mesh: Mesh | None) -> str:

@@ -43,10 +43,14 @@ def start(files: Path, out: str, *overrides: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def start_two(files: Path, out: str) -> list[subprocess.Popen]:
+def free_address() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def start_two(files: Path, out: str) -> list[subprocess.Popen]:
+    address = free_address()
     return [
         start(files, out, "--config.mesh=2x2", f"--config.serve.processes={address},2,{index}") for index in range(2)
     ]
@@ -88,6 +92,17 @@ def test_two_processes_give_the_answers_of_one_and_go_on_when_one_was_killed(fil
     end(start_two(files, "killed.jsonl"))
     assert tokens(files / "killed.jsonl") == whole
     assert not parts_of(files / "killed.jsonl")
+
+
+@pytest.mark.slow
+def test_a_process_that_counts_otherwise_is_refused_in_one_line(files):
+    address = free_address()
+    first, second = (start(files, "o.jsonl", f"--config.serve.processes={address},{n}") for n in ("2,0", "3,1"))
+    output, _ = second.communicate(timeout=500)
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2
+    assert "error: processes" in output and "process 0 was started with 2 of them" in output
 
 
 RUN = {"seed": 1}

@@ -7,7 +7,7 @@ import pytest
 
 from dspark_jax.decoding.adjust import Adjust
 from dspark_jax.decoding.engine import Engine
-from dspark_jax.decoding.round import decode
+from dspark_jax.decoding.round import decode, prefill
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.models.config import Attention, Rope
 from dspark_jax.parallel import make_mesh, on
@@ -91,6 +91,13 @@ def collectives(hlo: str) -> list[tuple[int, str]]:
     return found
 
 
+def check_collectives(hlo: str, hidden_rows: int, top_k: int) -> None:
+    """At most so many bytes each, and there are some."""
+    moved = collectives(hlo)
+    wrong = [line for size, line in moved if size > (top_k if "top_k" in line else hidden_rows)]
+    assert moved and not wrong, wrong[:1]
+
+
 @pytest.mark.parametrize(
     ("sizes", "mesh", "kind", "strategy", "sampler"),
     [
@@ -112,11 +119,24 @@ def test_collectives_move_hidden_rows_and_statistics_of_rows(models, sizes, mesh
             engine.models, engine.policy, engine.weights, engine.caches, slots, cost, active=SLOTS, drafts=DRAFTS,
             context_pages=4, rounds=1, top_logprobs=TOP,
         ).compile()  # fmt: skip
-    moved = collectives(program.as_text())
-    assert moved
     rows = SLOTS * (DRAFTS + 1)
     # The likeliest tokens of the log-probabilities: every device sends its own TOP.
     statistics = rows * TOP * mesh.size * 8
-    wrong = [line for size, line in moved if size > (statistics if "top_k" in line else rows * HIDDEN * 8)]
-    assert not wrong, wrong[0]
-    assert statistics < SLOTS * VOCAB  # what a row of the vocabulary would come to, even as booleans
+    check_collectives(program.as_text(), rows * HIDDEN * 8, statistics)
+    assert max(rows * HIDDEN * 8, statistics) < SLOTS * VOCAB * 4  # one number for each slot and word would show
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "mesh"), [(EVEN, (2, 4)), (ODD, (1, 8))])
+def test_prefill_moves_hidden_rows(models, sizes, mesh):
+    mesh, size = make_mesh(*mesh), 8
+    target, drafter = (part.on_mesh(mesh) for part in models(sizes, "whole"))
+    engine = Engine(target, drafter, max_slots=SLOTS, cache_tokens=256)
+    zeros = np.zeros(SLOTS, np.int32)
+    tokens = np.zeros((SLOTS, size), np.int32)
+    with on(mesh):
+        program = prefill.lower(
+            engine.models, engine.weights, engine.caches, np.zeros((SLOTS, 4), np.int32), tokens, tokens, zeros,
+            zeros + size, (), context_pages=4,
+        ).compile()  # fmt: skip
+    check_collectives(program.as_text(), SLOTS * size * HIDDEN * 8, 0)
