@@ -114,6 +114,7 @@ def replicated(x: jax.Array) -> jax.Array:
     return constrain(x, *(None,) * x.ndim)
 
 
+@jax.named_scope("top_k")
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """`jax.lax.top_k` over the words `[..., V]`, which may be split: every device sends its own k best, not its row."""
     mesh = jax.sharding.get_abstract_mesh()
