@@ -133,13 +133,11 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(ids, at, axis=-1)
 
 
-def head_axes(num_heads: int, num_kv_heads: int, mesh: Mesh) -> tuple[Axes, Axes]:
-    """Over which axes query heads and key-value heads are split."""
-    model, data = mesh.shape["model"], mesh.shape["data"]
-    if num_kv_heads % model == 0:
-        return (ALL if (num_heads // num_kv_heads) % data == 0 else MODEL), MODEL
-    # Devices may share a key-value head, never a query head.
-    return (MODEL if model % num_kv_heads == 0 and num_heads % model == 0 else None), None
+def head_axes(num_heads: int, num_kv_heads: int, mesh: Mesh | AbstractMesh) -> tuple[Axes, Axes]:
+    """Over which axes query and key-value heads are split: a device has whole heads, and the keys of its queries."""
+    if num_kv_heads % mesh.shape["model"]:
+        return None, None
+    return (ALL if (num_heads // num_kv_heads) % mesh.shape["data"] == 0 else MODEL), MODEL
 
 
 def weight_spec(path: Sequence[Any], shape: Sequence[int], heads: Sequence[tuple[int, int]], mesh: Mesh) -> P:

@@ -62,10 +62,10 @@ def test_processes_that_are_none_are_refused_in_one_line(text):
         ((8, 4), (2, 4), (ALL, ("model",))),  # query heads of a key-value head are split further
         ((4, 4), (2, 4), (("model",), ("model",))),
         ((32, 8), (1, 8), (ALL, ("model",))),
-        ((8, 2), (1, 8), (("model",), None)),  # four devices share a key-value head
+        ((8, 2), (4, 2), (ALL, ("model",))),
+        ((8, 2), (1, 8), (None, None)),
         ((9, 3), (1, 8), (None, None)),
         ((6, 3), (2, 4), (None, None)),
-        ((12, 3), (1, 4), (None, None)),  # a device would have query heads of two key-value heads
     ],
 )
 def test_heads_are_never_cut(heads, sizes, axes):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("x64", "few_programs")
 
 SLOTS, DRAFTS, HIDDEN = 4, 2, 48
 EVEN = {"num_heads": 8, "attention": (Attention(4, 8, Rope(10000.0)),), "vocab": 64}
-SHARED = {"num_heads": 8, "attention": (Attention(2, 8, Rope(10000.0)),), "vocab": 64}  # devices share a kv head
+FEW = {"num_heads": 8, "attention": (Attention(2, 8, Rope(10000.0)),), "vocab": 64}
 ODD = {"num_heads": 6, "attention": (Attention(3, 8, Rope(10000.0)),), "vocab": 331, "intermediate_size": 50}
 
 
@@ -61,8 +61,8 @@ def answers(target, drafter, strategy: str, sampler: str):
         pytest.param(ODD, (2, 4), "whole", "fixed:2", "rejection", marks=pytest.mark.slow),
         pytest.param(EVEN, (1, 8), "whole", "off", "coupled", marks=pytest.mark.slow),
         pytest.param(EVEN, (2, 4), "whole", "load_aware", "rejection", marks=pytest.mark.slow),
-        pytest.param(SHARED, (1, 8), "reduced", "fixed:2", "rejection", marks=pytest.mark.slow),
-        pytest.param(SHARED, (2, 4), "eagle3", "fixed:2", "coupled", marks=pytest.mark.slow),
+        pytest.param(FEW, (4, 2), "reduced", "fixed:2", "rejection", marks=pytest.mark.slow),
+        pytest.param(FEW, (1, 8), "eagle3", "fixed:2", "coupled", marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_gives_the_tokens_of_one_device(models, sizes, mesh, kind, strategy, sampler):
@@ -103,7 +103,7 @@ def check_collectives(hlo: str, hidden_rows: int, top_k: int) -> None:
     ("sizes", "mesh", "kind", "strategy", "sampler"),
     [
         (EVEN, (2, 4), "whole", "fixed:2", "rejection"),
-        pytest.param(SHARED, (1, 8), "reduced", "fixed:2", "rejection", marks=pytest.mark.slow),
+        pytest.param(FEW, (4, 2), "reduced", "fixed:2", "rejection", marks=pytest.mark.slow),
         pytest.param(EVEN, (2, 4), "eagle3", "fixed:2", "coupled", marks=pytest.mark.slow),
         pytest.param(EVEN, (1, 8), "whole", "dcut", "rejection", marks=pytest.mark.slow),
     ],
