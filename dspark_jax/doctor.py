@@ -133,8 +133,9 @@ def check_target(config: ConfigDict) -> "Generator[Check, None, Target | None]":
 
     def load() -> "Target":
         from dspark_jax.interop.target_io import load_target
+        from dspark_jax.parallel import parse_mesh
 
-        return load_target(path, dtype=config.target.dtype or None)
+        return load_target(path, dtype=config.target.dtype or None, mesh=parse_mesh(config.mesh))
 
     target = yield from _attempt("target", load)
     if target is not None:

@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 
 from dspark_jax.data.conversations import PromptRow, read_prompts
 from dspark_jax.data.generate import seed_of
-from dspark_jax.data.jsonl import ResumableJsonl
+from dspark_jax.data.jsonl import ResumableJsonl, check_run
+from dspark_jax.data.parts import give_part, part_path, parts_of, take_parts, written_rows
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.profiling import drafter_fingerprint, stamp_of
 from dspark_jax.decoding.requests import Completion
@@ -19,6 +20,7 @@ from dspark_jax.errors import UserError
 from dspark_jax.evaluation.report import environment, generation_report, write_json
 from dspark_jax.interop.drafter_io import Drafter, load_drafter
 from dspark_jax.interop.target_io import Target, load_target
+from dspark_jax.parallel import describe_mesh, parse_mesh, start_processes
 from dspark_jax.progress import Progress
 from dspark_jax.scheduling.calibration import FILE_NAME as TEMPERATURES
 from dspark_jax.scheduling.calibration import load_temperatures
@@ -27,7 +29,7 @@ from dspark_jax.scheduling.cost_model import load_table
 
 def load_models(config: ConfigDict) -> tuple[Target, Drafter | None]:
     """The target and, where the config names one, its drafter."""
-    target = load_target(config.target.path, dtype=config.target.dtype or None)
+    target = load_target(config.target.path, dtype=config.target.dtype or None, mesh=parse_mesh(config.mesh))
     return target, load_drafter(config.serve.drafter, target) if config.serve.drafter else None
 
 
@@ -61,38 +63,55 @@ def sampling_params(config: ConfigDict, row: PromptRow) -> SamplingParams:
 def serve_file(config: ConfigDict, prompts: str | Path, out: str | Path) -> dict[str, Any]:
     """Answers every prompt of a JSONL and appends the answers to `out` as they end. Returns the report.
 
-    Started again after an interruption, it answers only what is missing. The report is written beside the answers and
-    covers what this start generated. A prompt that cannot be answered (too long, impossible parameters) gets a line
-    that says why, and the run goes on. Raises UserError before anything is generated on a broken file of prompts or a
-    foreign `out`.
+    Several processes (`serve.processes`), started with the same files, share the prompts, each on devices of its own;
+    the first gathers all answers in `out` when they are done, the report of another is on its share. Started again
+    after an interruption, by however many processes, it answers only what is missing. The report is written beside the
+    answers and covers what this start generated. A prompt that cannot be answered (too long, impossible parameters)
+    gets a line that says why, and the run goes on. Raises UserError before anything is generated on a broken file of
+    prompts or a foreign `out`.
     """
     rows = read_prompts(prompts)
     sampling_params(config, PromptRow("config", []))  # a fault of the config is everybody's
+    # No process writes before all of them have read this, so they all share out the same prompts.
+    before = {row["id"] for path in (*parts_of(out), Path(out)) for row in written_rows(path)}
+    index, count = start_processes(config.serve.processes)
     target, drafter = load_models(config)
     engine = make_engine(config, target, drafter)
-    completions, start = [], time.monotonic()
-    with ResumableJsonl(out, _run_identity(config, engine, drafter)) as file:
-        todo = [row for row in rows if row.id not in file.done]
-        with Progress("answers", len(rows)) as progress:
-            progress.update(len(rows) - len(todo))
-            ready = []
-            for row in todo:
-                try:
-                    ready.append((row, sampling_params(config, row)))
-                except UserError as error:
-                    file.append({"id": row.id, "finish_reason": "error", "error": str(error)})
-                    completions.append(Completion([], "", "error", [], [], [], error=str(error)))
-                    progress.advance(1)
-            requests = engine.stream_completions([row.messages for row, _ in ready], [params for _, params in ready])
-            for index, completion in requests:
-                file.append(answer_row(*ready[index], completion))
-                completions.append(completion)
-                progress.advance(1)
-    report = {**environment(), "target": target.name, "drafter": drafter.name if drafter else None,
-              "strategy": config.serve.strategy, "sampler": config.serve.sampler,
-              **generation_report(completions, time.monotonic() - start)}  # fmt: skip
-    write_json(f"{out}.report.json", report)
+    run, start, todo = _run_identity(config, engine, drafter), time.monotonic(), [r for r in rows if r.id not in before]
+    if index == 0:
+        for part in parts_of(out):
+            check_run(part, run)
+    with ResumableJsonl(part_path(out, index), run) as file, Progress("answers", len(rows)) as progress:
+        progress.update(len(rows) - len(todo))
+        _answer(config, engine, todo[index::count], file, progress)
+        if index == 0:
+            take_parts(file, [row.id for row in rows], count, progress)
+    completions = [_completion(row) for row in file.rows if row["id"] not in before]
+    report = {**environment(), "processes": count, "mesh": describe_mesh(target.mesh), "target": target.name,
+              "drafter": drafter.name if drafter else None, "strategy": config.serve.strategy,
+              "sampler": config.serve.sampler, **generation_report(completions, time.monotonic() - start)}  # fmt: skip
+    if index == 0:
+        write_json(f"{out}.report.json", report)
+    else:
+        give_part(file.path, out, [row.id for row in rows])
     return report
+
+
+def _answer(
+    config: ConfigDict, engine: Engine, todo: list[PromptRow], file: ResumableJsonl, progress: Progress
+) -> None:
+    """Generates and writes the answers of some prompts, or why they have none."""
+    ready = []
+    for row in todo:
+        try:
+            ready.append((row, sampling_params(config, row)))
+        except UserError as error:
+            file.append({"id": row.id, "finish_reason": "error", "error": str(error)})
+            progress.advance(1)
+    requests = engine.stream_completions([row.messages for row, _ in ready], [params for _, params in ready])
+    for index, completion in requests:
+        file.append(answer_row(*ready[index], completion))
+        progress.advance(1)
 
 
 def answer_row(row: PromptRow, params: SamplingParams, completion: Completion) -> dict[str, Any]:
@@ -107,6 +126,13 @@ def answer_row(row: PromptRow, params: SamplingParams, completion: Completion) -
         "drafted": completion.drafted, "verified": completion.verified, "accepted": completion.accepted,
         "first_token_seconds": completion.first_token_seconds, "seconds": completion.seconds,
     }  # fmt: skip
+
+
+def _completion(row: dict[str, Any]) -> Completion:
+    """What the report reads of an answer, from its line in the file."""
+    lists = [row.get(name, []) for name in ("drafted", "verified", "accepted")]
+    times = {name: row.get(name) for name in ("first_token_seconds", "seconds")}
+    return Completion(row.get("token_ids", []), row.get("text", ""), row["finish_reason"], *lists, **times)
 
 
 def stream_prompt(config: ConfigDict, prompt: str) -> Iterator[str | dict[str, Any]]:

@@ -27,6 +27,25 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
+def check_run(path: Path, run: Mapping[str, Any]) -> None:
+    """Raises UserError unless the file at `path` is new or of this run; a new one is filed under it."""
+    stamp = path.with_name(path.name + ".run.json")
+    run = json.loads(json.dumps(dict(run)))
+    if not stamp.exists():
+        if path.exists() and path.stat().st_size:
+            raise UserError(f"{path} exists and has no {stamp.name}: choose another --out, or remove it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+        return
+    try:
+        before = json.loads(stamp.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{stamp} is damaged: remove it and {path.name} to start over") from None
+    differs = [key for key in sorted(set(before) | set(run)) if before.get(key) != run.get(key)]
+    if differs:
+        raise UserError(f"{path} is the output of another run (its {', '.join(differs)} differ): choose another file")
+
+
 class ResumableJsonl:
     """An output file of one run. `run` identifies it (models, parameters); it is kept in `PATH.run.json` beside it.
 
@@ -36,31 +55,12 @@ class ResumableJsonl:
 
     def __init__(self, path: str | Path, run: Mapping[str, Any]):
         self.path = Path(path)
-        self._check_run(dict(run))
+        check_run(self.path, run)
         if self.path.exists():
             self._cut_torn_line()
         self.rows = [row for _, row in read_jsonl(self.path)] if self.path.exists() else []
         self.done = {row["id"] for row in self.rows}
         self._file = self.path.open("a", encoding="utf-8")
-
-    def _check_run(self, run: dict[str, Any]) -> None:
-        stamp = self.path.with_name(self.path.name + ".run.json")
-        run = json.loads(json.dumps(run))
-        if not stamp.exists():
-            if self.path.exists() and self.path.stat().st_size:
-                raise UserError(f"{self.path} exists and has no {stamp.name}: choose another --out, or remove it")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            stamp.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-            return
-        try:
-            before = json.loads(stamp.read_text(encoding="utf-8"))
-        except ValueError:
-            raise UserError(f"{stamp} is damaged: remove it and {self.path.name} to start over") from None
-        differs = [key for key in sorted(set(before) | set(run)) if before.get(key) != run.get(key)]
-        if differs:
-            raise UserError(
-                f"{self.path} is the output of another run (its {', '.join(differs)} differ): choose another file"
-            )
 
     def _cut_torn_line(self) -> None:
         with self.path.open("rb+") as file:

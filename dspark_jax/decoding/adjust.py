@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.parallel import replicated
 
 
 @flax.struct.dataclass
@@ -45,9 +46,10 @@ class Adjust:
     def emitted(self, token_RxQ: jax.Array, count_R: jax.Array) -> "Adjust":
         """After a round in which every slot emitted its first `count_R` tokens."""
         vocab, slots = self.count_RxV.shape[1], jnp.arange(len(count_R))[:, None]
+        whole = jax.tree.map(replicated, self)  # a reduced drafter looks its words up in these tables
         token_RxQ = jnp.where(jnp.arange(token_RxQ.shape[1]) < count_R[:, None], token_RxQ, vocab)
-        return self.replace(
-            count_RxV=self.count_RxV.at[slots, token_RxQ].add(1, mode="drop"),
+        return whole.replace(
+            count_RxV=replicated(whole.count_RxV.at[slots, token_RxQ].add(1, mode="drop")),
             missing_R=jnp.maximum(self.missing_R - count_R, 0).astype(jnp.int32),
         )
 
@@ -75,7 +77,9 @@ def adjusted(
     missing = adjust.missing_R[slot_N] > jnp.sum(drafted_NxJ >= 0, axis=1)
     forbidden = mark(jnp.zeros(count.shape, bool), stop_RxE[slot_N], True) & missing[:, None]
     parts = (count, forbidden, adjust.prompt_RxV[slot_N], adjust.bias_RxV[slot_N])
-    count, forbidden, prompt, bias = parts if token_ids_V is None else (part[:, token_ids_V] for part in parts)
+    if token_ids_V is not None and len(token_ids_V) < vocab:
+        parts = (replicated(part)[:, token_ids_V] for part in parts)
+    count, forbidden, prompt, bias = parts
     repetition, presence, frequency = (
         a[slot_N][:, None].astype(logits_NxV.dtype)
         for a in (adjust.repetition_R, adjust.presence_R, adjust.frequency_R)

@@ -11,10 +11,15 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import KeysValues
+from dspark_jax.parallel import MODEL, constrain, split
 from pallas_kernels.ragged_attention import Prefix, Rows
+
+# How a pool is split on a mesh, where its heads divide.
+HEADS = (None, None, None, MODEL, None)
 
 
 @flax.struct.dataclass
@@ -41,21 +46,22 @@ class PagePool:
         keep_N = keep_N & rows.valid_N & (column < table_RxC.shape[1])
         page_N = jnp.where(keep_N, table_RxC[rows.slot_N, column], pages)
         at = (slice(None), page_N, rows.position_N % size)
-        return PagePool(
-            self.k_LxPxSxKVxD.at[at].set(k_LxNxKVxD, mode="drop"), self.v_LxPxSxKVxD.at[at].set(v_LxNxKVxD, mode="drop")
-        )
+        k, v = self.k_LxPxSxKVxD.at[at], self.v_LxPxSxKVxD.at[at]
+        written = (k.set(k_LxNxKVxD, mode="drop"), v.set(v_LxNxKVxD, mode="drop"))
+        return PagePool(*(constrain(pool, *HEADS) for pool in written))
 
 
 Pools = tuple[PagePool, ...]  # one for each kind of attention; a page id means the same rows in all of them
 
 
-def empty_pools(config: DecoderConfig, pages: int, page_size: int, dtype: jnp.dtype) -> Pools:
-    """Zeroed pools for a decoder's layers."""
+def empty_pools(config: DecoderConfig, pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh | None = None) -> Pools:
+    """Zeroed pools for a decoder's layers; on a mesh, every device keeps the heads that it computes."""
 
     def pool(kind: int) -> PagePool:
         attention, layers = config.attention[kind], config.layer_kinds.count(kind)
         shape = (layers, pages, page_size, attention.num_kv_heads, attention.head_dim)
-        return PagePool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        where = NamedSharding(mesh, split(mesh, shape, HEADS)) if mesh else None
+        return PagePool(jnp.zeros(shape, dtype, device=where), jnp.zeros(shape, dtype, device=where))
 
     return tuple(pool(kind) for kind in range(len(config.attention)))
 

@@ -25,6 +25,7 @@ from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit, load_drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.eagle3 import Eagle3
+from dspark_jax.parallel import everywhere, on
 from dspark_jax.scheduling.calibration import Temperatures
 from dspark_jax.scheduling.cost_model import CostTable
 
@@ -105,7 +106,7 @@ class Engine:
         sink_taps = tuple(map(self.target.tap_layers.index, sink_layers)) if sink else None
         self.models = Models(self.target.module, drafter.module if drafter else None, tokens, sink_taps)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
-        pool_sizes = (self.pages.total, page_size, target.dtype)
+        pool_sizes = (self.pages.total, page_size, target.dtype, target.mesh)
         draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if self.models.drafts_by_network else None
         self.caches = Caches(empty_pools(target.config, *pool_sizes), draft_pools)
         self.slots = self.empty_slots()
@@ -182,7 +183,8 @@ class Engine:
                 yield from self._admit(queue, live, filling)
                 live, filling = self._fill(live, filling)
                 if live:
-                    pending.append(self._launch(live, rounds))
+                    with on(self.target.mesh):
+                        pending.append(self._launch(live, rounds))
                 # The dispatch just launched runs while the host reads the one before it.
                 if pending and (len(pending) > 1 or not live):
                     yield from self._collect(pending.popleft())
@@ -285,7 +287,8 @@ class Engine:
         carry = empty_carry(self.models.drafter, self.max_slots, self.target.dtype)
         schedule = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], self.max_slots, axis=0), self._schedule(1.0))
         history = np.zeros((self.max_slots, self.context), np.int32) if self.models.reads_history else ()
-        return jax.tree.map(jnp.asarray, Slots(zeros, zeros, zeros, table, carry, sampling, (), schedule, history))
+        slots = Slots(zeros, zeros, zeros, table, carry, sampling, (), schedule, history)
+        return everywhere(jax.tree.map(jnp.asarray, slots), self.target.mesh)
 
     def _schedule(self, temperature: float) -> SlotSchedule | tuple[()]:
         """A slot's entries for the scheduler: its drafter's calibration at the request's temperature."""
@@ -372,7 +375,8 @@ class Engine:
     def _fill(self, live: list[Request], filling: list[Request]) -> tuple[list[Request], list[Request]]:
         """Caches the next chunk of every prompt; those that are done become live."""
         if any(request.cached < len(request.prompt_ids) - 1 for request in filling):
-            self._prefill(filling)
+            with on(self.target.mesh):
+                self._prefill(filling)
             self._launched = None
         ready = [request for request in filling if request.cached == len(request.prompt_ids) - 1]
         for request in ready:

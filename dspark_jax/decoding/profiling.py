@@ -15,6 +15,7 @@ from dspark_jax.decoding.round import Slots, decode
 from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
+from dspark_jax.parallel import describe_mesh, everywhere, on
 from dspark_jax.scheduling.cost_model import CostTable, Stamp, profile
 from dspark_jax.scheduling.scheduler import RoundCost, Strategy
 
@@ -30,8 +31,8 @@ def stamp_of(target: Target, drafter: Drafter) -> Stamp:
     device = jax.devices()[0]
     return Stamp(
         device=device.device_kind,
-        devices=1,
-        mesh="",
+        devices=target.mesh.size if target.mesh else 1,
+        mesh=describe_mesh(target.mesh),
         model=target.name,
         fingerprint=target.fingerprint,
         drafter=drafter_fingerprint(drafter),
@@ -104,10 +105,11 @@ class _Timer:
         for _ in range(self.repeats + 1):
             slots = jax.block_until_ready(jax.tree.map(jnp.copy, template))
             start = time.perf_counter()
-            engine.caches, _, emitted = decode(
-                engine.models, self.policy, engine.weights, engine.caches, slots, cost, active=active, drafts=drafts,
-                context_pages=context // engine.page_size, rounds=engine.rounds,
-            )  # fmt: skip
+            with on(engine.target.mesh):
+                engine.caches, _, emitted = decode(
+                    engine.models, self.policy, engine.weights, engine.caches, slots, cost, active=active,
+                    drafts=drafts, context_pages=context // engine.page_size, rounds=engine.rounds,
+                )  # fmt: skip
             jax.block_until_ready(emitted)
             seconds.append((time.perf_counter() - start) / engine.rounds)
         return seconds[1:]
@@ -120,10 +122,11 @@ class _Timer:
         one = SlotSampling.of(SamplingParams(temperature=0.0), 0, (), slots.sampling.stop_RxE.shape[1])
         table = np.arange(slots.table_RxC.size).reshape(slots.table_RxC.shape) % engine.pages.total
         repeat = lambda a: jnp.repeat(jnp.asarray(a)[None], count, axis=0)  # noqa: E731
-        return slots.replace(
+        slots = slots.replace(
             length_R=jnp.full(count, length, jnp.int32),
             remaining_R=jnp.full(count, 1 << 30, jnp.int32),
             table_RxC=jnp.asarray(table, jnp.int32),
             sampling=jax.tree.map(repeat, one),
             schedule=jax.tree.map(lambda a: jnp.full_like(a, 1e9), slots.schedule),
         )
+        return everywhere(slots, engine.target.mesh)

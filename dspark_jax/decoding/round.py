@@ -22,6 +22,7 @@ from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import KeysValues, Params
 from dspark_jax.models.lookup import Lookup
 from dspark_jax.models.target import Decoder, DecoderOutput
+from dspark_jax.parallel import top_k
 from dspark_jax.scheduling.scheduler import RoundCost
 from pallas_kernels.ragged_attention import Rows, ragged_rows
 
@@ -356,7 +357,7 @@ def _logprobs(logits_NxV: jax.Array, rows: Rows, token_RxQ: jax.Array, top: int)
     wide = logits_NxV.astype(jnp.promote_types(logits_NxV.dtype, jnp.float32))
     total = jax.nn.logsumexp(wide, axis=-1)
     row = block_rows(rows)
-    values, ids = jax.lax.top_k(wide, top)
+    values, ids = top_k(wide, top)
     return Logprobs(wide[row, token_RxQ] - total[row], ids[row], values[row] - total[row, None])
 
 

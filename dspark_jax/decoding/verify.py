@@ -115,7 +115,7 @@ def _draw_residual(warped_RxV: jax.Array, draft_RxVd: jax.Array, key: Key, token
     """
     q = jax.nn.softmax(draft_RxVd, axis=-1)
     p = jax.nn.softmax(warped_RxV, axis=-1)
-    left = jnp.maximum(p.at[:, token_ids_Vd].add(-q.astype(p.dtype)), 0)
+    left = jnp.maximum(p - _over_words(q.astype(p.dtype), token_ids_Vd, p.shape[-1]), 0)
     left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p)
     noise = gumbel(tuple(word[:, None] for word in key), jnp.arange(p.shape[-1])).astype(p.dtype)
     return argmax(jnp.log(left) + noise)
@@ -126,3 +126,15 @@ def _draw_other(warped_RxV: jax.Array, rejected_Rx1: jax.Array, key: Key, sampli
     others = jnp.where(jnp.arange(warped_RxV.shape[-1]) == rejected_Rx1, -jnp.inf, warped_RxV)
     left = jnp.where(jnp.max(others, axis=-1, keepdims=True) > -jnp.inf, others, warped_RxV)
     return draw(left, sampling.warp.temperature, key)
+
+
+def _over_words(q_RxVd: jax.Array, token_ids_Vd: jax.Array, vocab: int) -> jax.Array:
+    """`[R, V]` probabilities of a drafter that may speak a part of the vocabulary only: 0 elsewhere.
+
+    Words look their column up. Scattering columns would send all of them to every device of a mesh.
+    """
+    spoken = len(token_ids_Vd)
+    if spoken == vocab:
+        return q_RxVd
+    column_V = jnp.full(vocab, spoken).at[token_ids_Vd].set(jnp.arange(spoken))
+    return jnp.take(q_RxVd, column_V, axis=1, mode="fill", fill_value=0)

@@ -27,6 +27,7 @@ from dspark_jax.interop.checkpoint_files import locate
 from dspark_jax.interop.drafter_io import BY_NAME, Drafter, load_drafter
 from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.models.target import Decoder
+from dspark_jax.parallel import on, parse_mesh
 from dspark_jax.progress import Progress
 from dspark_jax.serving import make_engine
 from pallas_kernels.ragged_attention import ragged_rows
@@ -73,7 +74,7 @@ def _section(progress: Progress, keys: Sequence[Any], measurement: Callable[[Any
 
 def _load(config: ConfigDict) -> tuple[Target, Drafter | None, dict[str, str]]:
     """Target, drafter (None where there is nothing to draft with) and why rounds are skipped then."""
-    target = load_target(config.target.path, dtype=config.target.dtype or None)
+    target = load_target(config.target.path, dtype=config.target.dtype or None, mesh=parse_mesh(config.mesh))
     if not config.serve.drafter or config.serve.strategy == "off":
         return target, None, {"rounds and end to end": "the config drafts nothing (serve.drafter, serve.strategy)"}
     try:
@@ -114,16 +115,17 @@ class FrozenBatch:
         slots = jax.block_until_ready(jax.tree.map(jnp.copy, self.slots))  # a round consumes its slots
 
         def call():
-            engine.caches, _, emitted = decode(
-                engine.models,
-                engine.policy,
-                engine.weights,
-                engine.caches,
-                slots,
-                active=self.batch,
-                rounds=1,
-                **self.shape,
-            )
+            with on(engine.target.mesh):
+                engine.caches, _, emitted = decode(
+                    engine.models,
+                    engine.policy,
+                    engine.weights,
+                    engine.caches,
+                    slots,
+                    active=self.batch,
+                    rounds=1,
+                    **self.shape,
+                )
             self.next_tokens = jax.device_get(emitted).token_DxRxQ[0, :, 0].tolist()
 
         return seconds(call)
@@ -132,7 +134,8 @@ class FrozenBatch:
         """Seconds of one part of the round, on the same caches and slots."""
         engine = self.engine
         models = (engine.models, engine.policy)
-        return seconds(lambda: part(*models, engine.weights, engine.caches, self.slots, **self.shape))
+        with on(engine.target.mesh):
+            return seconds(lambda: part(*models, engine.weights, engine.caches, self.slots, **self.shape))
 
 
 @functools.partial(jax.jit, static_argnames=("models", "policy", "drafts", "context_pages"))

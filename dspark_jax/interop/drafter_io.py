@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
 from dspark_jax.interop.draft_vocabulary import borrow, read_tables
@@ -29,6 +31,7 @@ from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import Params
 from dspark_jax.models.lookup import Lookup
+from dspark_jax.parallel import place_tree, place_words, placement
 
 BY_NAME = ("lookup", "auto")
 
@@ -48,6 +51,14 @@ class Drafter:
     @property
     def module(self) -> DSpark | Eagle3 | Lookup:
         return self.config if isinstance(self.config, Lookup) else drafter_module(self.config)
+
+    def on_mesh(self, mesh: Mesh | None) -> "Drafter":
+        """The same drafter with its weights shared out over its target's mesh."""
+        params = place_tree(self.params, placement(self.config.decoder.heads, mesh))
+        b = self.borrowed
+        head = place_words(b.head_VdxH, mesh, whole=self.config.reduced)
+        tables = Borrowed(place_words(b.embedding_VxH, mesh), head, place_words(b.token_ids_Vd, mesh, whole=True))
+        return dataclasses.replace(self, params=params, borrowed=tables)
 
 
 def load_drafter(source: str | Path, target: Target, *, block_size: int | None = None) -> Drafter:
@@ -84,7 +95,8 @@ def load_drafter(source: str | Path, target: Target, *, block_size: int | None =
     params = params_from_tensors(config, tensors, target.dtype)
     # Of foreign heads only whole ones are the target's; ours are, reduced or not.
     borrowed = read_tables(tensors, config, target, own_head="target_fingerprint" not in raw)
-    return Drafter(config, params, borrowed, raw.get("target_fingerprint", ""), str(source))
+    drafter = Drafter(config, params, borrowed, raw.get("target_fingerprint", ""), str(source))
+    return drafter.on_mesh(target.mesh) if target.mesh else drafter
 
 
 def _lookup(target: Target, block_size: int | None) -> Drafter:

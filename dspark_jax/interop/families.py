@@ -9,6 +9,7 @@ import numpy as np
 
 from dspark_jax.errors import UserError
 from dspark_jax.models.config import Attention, DecoderConfig, Rope
+from dspark_jax.parallel import Place
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma4")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
@@ -314,10 +315,12 @@ def layers_from_tensors(
     config: DecoderConfig,
     dtype: jnp.dtype,
     extra: Mapping[str, tuple[tuple[str, ...], bool]] | None = None,
+    place: Place = lambda path, array: jnp.asarray(array),
 ) -> tuple[Any, ...]:
     """Stacked layer parameters of every kind. `like`: abstract layers (`[L, ...]` leaves) that give the shapes.
 
-    `extra`: tensors that a drafter's layers have besides (suffix -> path, stored transposed).
+    `extra`: tensors that a drafter's layers have besides (suffix -> path, stored transposed). `place` puts each stack
+    on the devices.
     """
 
     def stack(kind: int) -> Any:
@@ -327,7 +330,8 @@ def layers_from_tensors(
             shape = at(like[kind], path).shape[1:]
             stored = shape[::-1] if transposed else shape
             arrays = [take_tensor(tensors, f"{prefix}layers.{i}.{suffix}", stored, dtype) for i in numbers]
-            put(layers, path, jnp.asarray(np.stack([a.T if transposed else a for a in arrays])))
+            stacked = np.stack([a.T if transposed else a for a in arrays])
+            put(layers, path, place(("layers", kind, *path), stacked))
         return layers
 
     return tuple(stack(kind) for kind in range(len(config.attention)))

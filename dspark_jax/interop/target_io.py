@@ -11,6 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax.errors import UserError
 from dspark_jax.interop.checkpoint_files import SafetensorsDirectory, locate, read_json
@@ -28,6 +29,7 @@ from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
+from dspark_jax.parallel import Place, mesh_of, place_tree, placement
 from pallas_kernels.ragged_attention import ragged_rows
 
 
@@ -58,6 +60,11 @@ class Target:
         return Decoder(self.config, self.tap_layers)
 
     @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share the weights; None: one device holds them."""
+        return mesh_of(self.params["embedding"])
+
+    @property
     def dtype(self) -> jnp.dtype:
         return self.params["embedding"].dtype
 
@@ -65,6 +72,10 @@ class Target:
         """The same weights, tapped elsewhere. Raises UserError on ids outside -1 .. L - 1."""
         _check_taps(tap_layers, self.config.num_layers)
         return dataclasses.replace(self, tap_layers=tuple(tap_layers))
+
+    def on_mesh(self, mesh: Mesh | None) -> "Target":
+        """The same model with its weights shared out over a mesh."""
+        return dataclasses.replace(self, params=place_tree(self.params, placement(self.config.heads, mesh)))
 
     def __call__(self, tokens: jax.Array) -> TargetOutput:
         return dense_forward(self.module, self.params, jnp.asarray(tokens))
@@ -100,11 +111,16 @@ def hidden_states(module: Decoder, params: Params, tokens_BxT: jax.Array):
 
 
 def load_target(
-    source: str | Path, *, dtype: jnp.dtype | str | None = None, tap_layers: tuple[int, ...] = ()
+    source: str | Path,
+    *,
+    dtype: jnp.dtype | str | None = None,
+    mesh: Mesh | None = None,
+    tap_layers: tuple[int, ...] = (),
 ) -> Target:
     """Loads a model. `source`: a hub id, a directory with config.json, or a .gguf file.
 
-    `dtype` None: float32 on CPU, bfloat16 elsewhere. Raises UserError on anything that cannot be read or used.
+    `dtype` None: float32 on CPU, bfloat16 elsewhere. `mesh`: devices that share the weights (`parallel.make_mesh`);
+    each gets its part alone, so the model need not fit one of them. Raises UserError on what cannot be read or used.
     """
     path = locate(source)
     dtype = float_dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
@@ -118,11 +134,13 @@ def load_target(
         raise UserError(f"{path} is neither a directory nor a .gguf file")
     config = decoder_config(raw, tuple(eos))
     _check_taps(tap_layers, config.num_layers)
-    params = decoder_params(config, tensors, dtype)
+    params = decoder_params(config, tensors, dtype, placement(config.heads, mesh))
     return Target(config, params, tokenizer, str(source), tuple(tap_layers))
 
 
-def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp.dtype) -> Params:
+def decoder_params(
+    config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp.dtype, place: Place = placement((), None)
+) -> Params:
     """The decoder's parameters, layers stacked, from tensors under Hugging Face names.
 
     A multimodal file keeps the text decoder under "model.language_model."; its other parts are left alone.
@@ -141,8 +159,8 @@ def decoder_params(config: DecoderConfig, tensors: Mapping[str, Any], dtype: jnp
         params["lm_head"] = {
             "kernel": np.ascontiguousarray(take_tensor(tensors, "lm_head.weight", shape[::-1], dtype).T)
         }
-    params = jax.tree.map(jnp.asarray, params)
-    return {**params, "layers": layers_from_tensors(tensors, prefix, like["layers"], config, dtype)}
+    layers = layers_from_tensors(tensors, prefix, like["layers"], config, dtype, place=place)
+    return {**place_tree(params, place), "layers": layers}
 
 
 def float_dtype(dtype: jnp.dtype | str) -> jnp.dtype:

@@ -88,6 +88,11 @@ class DecoderConfig:
         return len(self.layer_kinds)
 
     @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """Query and key-value heads of each kind of attention."""
+        return tuple((self.num_heads, kind.num_kv_heads) for kind in self.attention)
+
+    @property
     def period(self) -> int:
         """Length of the shortest pattern of kinds that the layers repeat; one step of the scan over layers."""
         kinds, count = self.layer_kinds, len(self.layer_kinds)

@@ -17,6 +17,7 @@ from dspark_jax.models.layers import (
     scan_layers,
     stacked_layers,
 )
+from dspark_jax.parallel import replicated
 
 
 class DFlash(nn.Module):
@@ -40,7 +41,7 @@ class DFlash(nn.Module):
     def context(self, taps_NxMH: jax.Array, position_N: jax.Array) -> tuple[KeysValues, ...]:
         """Keys and values `[L, N, KV, D]` of context rows, for each kind of attention."""
         c = self.config.decoder
-        z = self.hidden_norm(self.fc(taps_NxMH))
+        z = self.hidden_norm(replicated(self.fc(taps_NxMH)))
         ropes = rope_tables(c, position_N, z.dtype)
 
         def body(carry, layer, params):

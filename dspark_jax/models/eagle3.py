@@ -22,6 +22,7 @@ from dspark_jax.models.layers import (
     soft_cap,
     stacked_layers,
 )
+from dspark_jax.parallel import replicated
 
 
 class Eagle3Layer(DecoderLayer):
@@ -81,7 +82,7 @@ class Eagle3(nn.Module):
         if c.fc_norm:
             parts = jnp.split(taps_RxMH, len(c.tap_layers), axis=-1)
             taps_RxMH = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
-        return self.fc(taps_RxMH)
+        return replicated(self.fc(taps_RxMH))
 
     def context(
         self, taps_NxMH: jax.Array, position_N: jax.Array, next_token_N: jax.Array, borrowed: Borrowed

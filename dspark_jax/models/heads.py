@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from dspark_jax.models.config import DrafterConfig
 from dspark_jax.models.layers import Linear, normal_init
+from dspark_jax.parallel import top_k
 
 
 @flax.struct.dataclass
@@ -141,7 +142,7 @@ class SelectorHead(nn.Module):
         return self.predecessor[previous.token] * self.hidden_projection(hidden), state
 
     def correct(self, logits: jax.Array, factor: jax.Array) -> jax.Array:
-        least = jax.lax.top_k(logits, self.config.selector_top_k)[0][..., -1:]
+        least = top_k(logits, self.config.selector_top_k)[0][..., -1:]
         scores = logits + jnp.einsum("...r,vr->...v", factor, self.successor)
         return jnp.where(logits >= least, scores, -jnp.inf)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.models.config import Attention, DecoderConfig, Rope
+from dspark_jax.parallel import replicated
 
 Params = Any
 # attend(q [N,H,D], k [N,KV,D], v [N,KV,D]) -> [N,H,D]; the caller decides what each row may see.
@@ -81,7 +82,7 @@ class GatedMLP(nn.Module):
         c = self.config
         gate = ACTIVATIONS[c.activation](Linear(c.intermediate_size, c.mlp_bias, name="gate_proj")(x))
         up = Linear(c.intermediate_size, c.mlp_bias, name="up_proj")(x)
-        return Linear(c.hidden_size, c.mlp_bias, name="down_proj")(gate * up)
+        return replicated(Linear(c.hidden_size, c.mlp_bias, name="down_proj")(gate * up))
 
 
 class DecoderLayer(nn.Module):
@@ -126,7 +127,7 @@ class DecoderLayer(nn.Module):
         q = self.q_proj(h_NxH).reshape(*h_NxH.shape[:-1], c.num_heads, self.kind.head_dim)
         k, v = self.context_kv(h_NxH, rope)
         out = attend(rotate(self.q_norm(q) if c.qk_norm else q, rope), k, v)
-        return self.o_proj(out.reshape(*h_NxH.shape[:-1], -1)), (k, v)
+        return replicated(self.o_proj(out.reshape(*h_NxH.shape[:-1], -1))), (k, v)
 
     def feed_forward(self, x_NxH: jax.Array) -> jax.Array:
         """The second half of the layer, residual included."""
@@ -211,7 +212,7 @@ def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
 
 def embed(config: DecoderConfig, table_VxH: jax.Array, token: jax.Array) -> jax.Array:
     """`[..., H]` scaled embeddings; the factor is rounded to the table's dtype first (spec 6)."""
-    rows = table_VxH[token]
+    rows = replicated(table_VxH[token])
     return rows if config.embedding_scale == 1.0 else rows * jnp.asarray(config.embedding_scale, rows.dtype)
 
 

@@ -19,6 +19,7 @@ from dspark_jax.models.layers import (
     soft_cap,
     stacked_layers,
 )
+from dspark_jax.parallel import replicated
 
 
 @flax.struct.dataclass
@@ -60,13 +61,15 @@ class Decoder(nn.Module):
             x, taps = carry
             module = DecoderLayer(c, c.attention[layer.kind], parent=None)
             x, kv = module.apply({"params": params}, x, ropes[layer.kind], lambda *qkv: attend(layer, *qkv))
+            x = replicated(x)
             return (x, taps.at[slots[layer.number + 1]].set(x)), kv
 
         (x, taps), kv = scan_layers(c, body, (x, taps), self.layers)
         hidden = self.norm(x)
         if self.is_initializing():
             self.logits(hidden)
-        return DecoderOutput(hidden, jnp.moveaxis(taps[:-1], 0, -2).reshape(*x.shape[:-1], -1), kv)
+        taps = jnp.moveaxis(taps[:-1], 0, -2).reshape(*x.shape[:-1], -1)
+        return DecoderOutput(hidden, replicated(taps), kv)
 
     def logits(self, hidden_NxH: jax.Array) -> jax.Array:
         """`[N, V]` logits of hidden states after the final norm."""

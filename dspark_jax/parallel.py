@@ -1,0 +1,185 @@
+"""Several devices: the mesh, and who holds which part of weights and caches. A process uses a mesh of its own devices.
+
+Everything is exact whatever the sizes: what does not divide is replicated. `model` splits the key-value heads, and the
+cache with them. What has more parts than that (the query heads of one key-value head, the MLP, the vocabulary) is split
+over `data` too, so every device reads its share of the weights, and neither rows nor logits ever travel: collectives
+sum hidden rows and statistics of rows. In-block heads are replicated: they are small, and run token by token.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dspark_jax.errors import UserError
+
+Axes = tuple[str, ...] | None
+Place = Callable[[Sequence[Any], np.ndarray | jax.Array], jax.Array]  # (path in the parameters, array) -> on devices
+
+# The outer axis first: the query heads of one key-value head stay where that head is.
+ALL: Axes = ("model", "data")
+MODEL: Axes = ("model",)
+
+
+def make_mesh(data: int, model: int) -> Mesh:
+    """A mesh of this process's first data · model devices. Raises UserError where there are fewer."""
+    have, need = jax.local_device_count(), data * model
+    if min(data, model) < 1 or need > have:
+        raise UserError(
+            f"a mesh of {data}x{model} needs {need} devices, this process has {have}: "
+            "choose DATAxMODEL with a product of at most that"
+        )
+    devices = jax.local_devices()[:need]
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def parse_mesh(text: str) -> Mesh | None:
+    """The mesh of a config line, "DATAxMODEL" as "1x8"; None for "". Raises UserError on anything else."""
+    if not text:
+        return None
+    sizes = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
+    if not sizes:
+        raise UserError(f"mesh {text!r}: write it DATAxMODEL, as 1x8 for eight devices that share a model's heads")
+    return make_mesh(int(sizes[1]), int(sizes[2]))
+
+
+def start_processes(text: str) -> tuple[int, int]:
+    """Joins the processes of one run, before anything else touches a device: this one's index, and their number.
+
+    `text`: "auto" where JAX finds the others itself (TPU pods, Slurm, MPI), "HOST:PORT,COUNT,INDEX" anywhere (HOST runs
+    process 0), "" for a process on its own. Returns when all have come; JAX ends those that wait for one more than five
+    minutes. Raises UserError where they do not fit together.
+    """
+    if not text:
+        return 0, 1
+    parts = re.fullmatch(r"([^,\s]+:\d+),(\d{1,5}),(\d{1,5})", text)
+    if text != "auto" and not (parts and int(parts[3]) < int(parts[2])):
+        raise UserError(f"processes {text!r}: write auto, or HOST:PORT,COUNT,INDEX with INDEX from 0 to COUNT - 1")
+    try:
+        jax.distributed.initialize(*((parts[1], int(parts[2]), int(parts[3])) if parts else ()))
+        count = jax.process_count()  # as process 0 has it
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the processes of {text!r} did not come together: {str(error).splitlines()[0]}") from None
+    if parts and int(parts[2]) != count:
+        raise UserError(f"processes {text!r}: process 0 was started with {count} of them, give all the same COUNT")
+    return jax.process_index(), count
+
+
+def describe_mesh(mesh: Mesh | None) -> str:
+    """Axes and sizes, as "data=1,model=8"; "" for one device without a mesh."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items()) if mesh else ""
+
+
+def mesh_of(array: jax.Array) -> Mesh | None:
+    """The mesh that an array lies on, None where it lies on one device."""
+    sharding = getattr(array, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """The context in which jitted functions are called, so that `constrain` knows the mesh."""
+    return jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+
+# ------------------------------------------------------------------------------------------------------- who has what
+
+
+def divided(size: int, mesh: Mesh | AbstractMesh, axes: Axes = ALL) -> Axes:
+    """As many of `axes`, from the first on, as divide `size`; None: none, it is replicated."""
+    while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes or None
+
+
+def split(mesh: Mesh | AbstractMesh, shape: Sequence[int], axes: Sequence[Axes]) -> P:
+    """The partition of an array of `shape` that asks for `axes` in each dimension, as far as they divide it."""
+    return P(*(divided(size, mesh, wanted) for size, wanted in zip(shape, axes, strict=True)))
+
+
+def constrain(x: jax.Array, *axes: Axes) -> jax.Array:
+    """`x`, split over `axes` (one entry for each dimension) as far as they divide it; as it is without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, split(mesh, x.shape, axes))
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    """`x` whole on every device; as it is without a mesh."""
+    return constrain(x, *(None,) * x.ndim)
+
+
+@jax.named_scope("top_k")
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k` over the words `[..., V]`, which may be split: every device sends its own k best, not its row."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = None if mesh.empty else divided(x.shape[-1], mesh)
+    if axes is None:
+        return jax.lax.top_k(x, k)
+    lead = (None,) * (x.ndim - 1)
+
+    def local(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = jax.lax.top_k(part, min(k, part.shape[-1]))
+        return values, ids + (part.shape[-1] * jax.lax.axis_index(axes)).astype(ids.dtype)
+
+    found = jax.shard_map(local, in_specs=P(*lead, axes), out_specs=P(*lead, axes))(x)
+    values, ids = map(replicated, found)
+    best, at = jax.lax.top_k(values, k)  # of equals the first: the lower id, as on one device
+    return best, jnp.take_along_axis(ids, at, axis=-1)
+
+
+def head_axes(num_heads: int, num_kv_heads: int, mesh: Mesh | AbstractMesh) -> tuple[Axes, Axes]:
+    """Over which axes query and key-value heads are split: a device has whole heads, and the keys of its queries."""
+    if num_kv_heads % mesh.shape["model"]:
+        return None, None
+    return (ALL if (num_heads // num_kv_heads) % mesh.shape["data"] == 0 else MODEL), MODEL
+
+
+def weight_spec(path: Sequence[Any], shape: Sequence[int], heads: Sequence[tuple[int, int]], mesh: Mesh) -> P:
+    """The partition of one parameter of a target or drafter, by its place. `heads`: (query, key-value) heads of each
+    kind of attention, since heads are never cut.
+    """
+    module, is_bias = (path[-2], path[-1] == "bias") if path[-1] in ("kernel", "bias") else (path[-1], False)
+    if module == "embedding":
+        return split(mesh, shape, (ALL, None))
+    if module in ("lm_head", "fc"):  # columns are words; the tapped states that `fc` reads are whole everywhere
+        return split(mesh, shape, (None, ALL) if module == "lm_head" else (ALL, None))
+    if "layers" not in path:
+        return P()
+    q_axes, kv_axes = head_axes(*heads[path[path.index("layers") + 1]], mesh)
+    columns = {"q_proj": q_axes, "k_proj": kv_axes, "v_proj": kv_axes, "gate_proj": ALL, "up_proj": ALL}
+    rows = {"o_proj": q_axes, "down_proj": ALL}
+    if module in columns:
+        return split(mesh, shape, (*(None,) * (len(shape) - 1), columns[module]))
+    return split(mesh, shape, (None, rows[module], None)) if module in rows and not is_bias else P()
+
+
+def placement(heads: Sequence[tuple[int, int]], mesh: Mesh | None) -> Place:
+    """How a model's parameters get onto the mesh, one by one; without a mesh, onto the default device."""
+    if mesh is None:
+        return lambda path, array: jnp.asarray(array)
+    return lambda path, array: jax.device_put(
+        array, NamedSharding(mesh, weight_spec(tuple(path), array.shape, heads, mesh))
+    )
+
+
+def place_tree(params: Any, place: Place) -> Any:
+    """All parameters of nested dicts and tuples, placed."""
+    names = lambda path: tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(lambda path, array: place(names(path), array), params)
+
+
+def everywhere(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays that every device of the mesh holds whole."""
+    return jax.device_put(tree, NamedSharding(mesh, P())) if mesh else tree
+
+
+def place_words(table: jax.Array, mesh: Mesh | None, whole: bool = False) -> jax.Array:
+    """A table with a row for each word, split over the words; `whole`: replicated."""
+    spec = P() if whole or not mesh else split(mesh, table.shape, (ALL, *(None,) * (table.ndim - 1)))
+    return jax.device_put(table, NamedSharding(mesh, spec)) if mesh else table
