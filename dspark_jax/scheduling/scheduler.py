@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from dspark_jax.errors import UserError
 
-STRATEGIES = ("auto", "off", "fixed:k")
-ALL_STRATEGIES = ("auto", "off", "fixed:k", "threshold:θ", "dcut", "load_aware", "load_aware_async")
+STRATEGIES = ("auto", "off", "fixed:k", "threshold:θ", "dcut", "load_aware", "load_aware_async")
 NEED_CONFIDENCE = ("threshold", "load_aware", "load_aware_async")
 
 # ---------------------------------------------------------------------------------------------------- names
@@ -28,21 +27,6 @@ class Strategy(NamedTuple):
     value: float = 0.0
 
 
-def drafts_per_round(strategy: str, block: int) -> int:
-    """Tokens drafted and verified per slot and round. `block`: the drafter's tokens per block, 0 without a drafter.
-
-    "auto" verifies the whole block, "off" none, "fixed:k" k of them. Raises UserError on anything else.
-    """
-    if strategy == "off" or (strategy == "auto" and not block):
-        return 0
-    if strategy == "auto":
-        return block
-    name, _, count = strategy.partition(":")
-    if name != "fixed":
-        raise UserError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)} (k at least 1)")
-    return _fixed_drafts(strategy, count, block)
-
-
 def parse_strategy(strategy: str, block: int, has_confidence: bool = True) -> Strategy:
     """The strategy of that name, for a drafter of `block` tokens (0: no drafter) with a confidence head or without.
 
@@ -50,15 +34,15 @@ def parse_strategy(strategy: str, block: int, has_confidence: bool = True) -> St
     number, a missing drafter or a missing confidence head.
     """
     name, colon, number = strategy.partition(":")
-    if name not in (known.partition(":")[0] for known in ALL_STRATEGIES) or bool(colon) != (name in _NUMBERED):
-        raise UserError(f"unknown strategy {strategy!r}: known are {', '.join(ALL_STRATEGIES)}")
+    if name not in (known.partition(":")[0] for known in STRATEGIES) or bool(colon) != (name in _NUMBERED):
+        raise UserError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
     if name in ("off", "auto"):
         return Strategy(name)
     if name == "fixed":
         return Strategy(name, _fixed_drafts(strategy, number, block))
     _need_drafter(strategy, block)
     if name in NEED_CONFIDENCE and not has_confidence:
-        others = ", ".join(s for s in ALL_STRATEGIES if s.partition(":")[0] not in (*NEED_CONFIDENCE, "auto"))
+        others = ", ".join(s for s in STRATEGIES if s.partition(":")[0] not in (*NEED_CONFIDENCE, "auto"))
         raise UserError(f"strategy {strategy!r} needs a drafter with a confidence head: without one, use {others}")
     return Strategy(name, _least_confidence(strategy, number)) if name == "threshold" else Strategy(name)
 
