@@ -21,7 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu only compiles here: it need not ask who it is
+# libtpu only compiles here: it need not ask who it is, nor have the machine to itself.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp

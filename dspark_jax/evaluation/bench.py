@@ -11,7 +11,7 @@ how much of a speculative round lies outside the target's forward; tokens per se
 same from a cost table, with no model. `--scheduler`: what planning a round costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,19 @@ def _scheduler(config: ConfigDict | None, given: flags.FlagValues) -> None:
     from dspark_jax.evaluation.scheduler_cost import scheduler_cost
 
     report = scheduler_cost(config, given.repeats)
-    print(f"{describe_device(report)}; times in ms: median ± half the interquartile range")
+    print(f"{describe_device(report)}; microseconds of a plan: median ± half the interquartile range")
     for row in report["scheduler"]:
-        numbers = {k: v for k, v in row.items() if k != "requests"}
-        _print_rows("planning a round", "requests", {str(row["requests"]): numbers})
+        print(f"{row['requests']} requests, {row['drafts']} drafts: " + ", ".join(_plan_words(row)))
     if given.json:
         write_json(given.json, report)
+
+
+def _plan_words(row: dict[str, Any]) -> Iterator[str]:
+    """A phrase for every strategy of a row."""
+    for name in (key.removesuffix("_ms") for key in row if key.endswith("_ms") and not key.endswith("_iqr_ms")):
+        if name != "round":
+            share = f" ({row[f'{name}_percent']:.2f} % of a round)" if f"{name}_percent" in row else ""
+            yield f"{name} {1e3 * row[f'{name}_ms']:.1f} ±{500 * row[f'{name}_iqr_ms']:.1f}{share}"
 
 
 def _loads(texts: list[str]) -> list[int]:

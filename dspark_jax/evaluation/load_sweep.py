@@ -90,7 +90,7 @@ def _identity(config: ConfigDict, target: Target, drafter: Drafter, plan: Plan) 
         **environment(), "target": target.name, "fingerprint": target.fingerprint, "dtype": str(target.dtype),
         "drafter": drafter_fingerprint(drafter), "sampler": config.serve.sampler,
         "temperature": config.sampling.temperature, "strategies": list(plan.strategies), "turns": plan.turns,
-        "tokens": plan.tokens, "slots": max(plan.loads),
+        "tokens": plan.tokens,
     }  # fmt: skip
 
 
@@ -143,7 +143,10 @@ class Contest:
         if costly is None:
             return None
         if path.exists():
-            return load_table(path, stamp_of(*self._models[1:]))
+            known = load_table(path, stamp_of(*self._models[1:]))
+            slots, contexts = zip(*known.draft, strict=True)
+            if max(slots) >= self._options["max_slots"] and max(contexts) >= self._options["max_length"]:
+                return known
         table = self._engine(costly, None).load.table
         save_table(path, table)
         return table

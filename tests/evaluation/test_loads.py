@@ -12,7 +12,7 @@ from dspark_jax.evaluation import bench
 from dspark_jax.evaluation.load_report import Point, verdicts
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
-from dspark_jax.interop.target_io import load_target
+from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.models.config import DrafterConfig, draft_decoder
 from dspark_jax.scheduling.cost_model import load_table
 from dspark_jax.scheduling.scheduler import row_buckets
@@ -46,9 +46,16 @@ def config(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> str:
 def swept(config: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The JSON of a sweep over one load that was started again with two."""
     out = tmp_path_factory.mktemp("sweep") / "sweep.json"
-    for loads in ("1", "1,2"):
-        bench.main(argv(config, out, f"--loads={loads}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dspark_jax.evaluation.load_sweep.chat_prompts", short_prompts)
+        for loads in ("1", "1,2"):
+            bench.main(argv(config, out, f"--loads={loads}"))
     return out
+
+
+def short_prompts(target: Target, count: int) -> list[list[int]]:
+    """All of one length: few programs."""
+    return [[i + 1] * 8 for i in range(count)]
 
 
 def argv(config: str, out: Path, *more: str) -> list[str]:
@@ -81,7 +88,10 @@ def test_a_sweep_is_not_continued_with_other_settings(config: str, swept: Path) 
 
 
 @pytest.mark.slow
-def test_a_sweep_measures_its_costs_where_a_strategy_asks_for_them(config: str, tmp_path: Path) -> None:
+def test_a_sweep_measures_its_costs_where_a_strategy_asks_for_them(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark_jax.evaluation.load_sweep.chat_prompts", short_prompts)
     out = tmp_path / "sweep.json"
     bench.main(argv(config, out, "--loads=1", "--strategies=off,load_aware"))
     assert {s for s, _ in load_table(out.with_suffix(".costs.json")).draft} == {1}
