@@ -1,7 +1,7 @@
 """What every strategy brings at every load, measured: `bench --sweep`.
 
 Requests of a load start together and run until the first of them ends, so that the load stays what it is; the clock
-runs from the first dispatch's tokens on, without the prompts' prefill. Strategies take turns.
+runs once all have their first tokens, without the prompts' prefill. Strategies take turns.
 """
 
 import dataclasses
@@ -181,11 +181,12 @@ class Contest:
             parts = [_until_first_end(engine, group, self._sampling) for group in groups]
         finally:
             self._pools[plain], engine.caches = engine.caches, None
-        return Turn(*(sum(column, start) for column, start in zip(zip(*parts, strict=True), (0, 0.0, []), strict=True)))
+        completions = [completion for part in parts for completion in part.completions]
+        return Turn(sum(part.tokens for part in parts), sum(part.seconds for part in parts), completions)
 
 
 def _until_first_end(engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams) -> Turn:
-    """Runs requests together until one ends. Counts what came after the first dispatch's tokens, and its time."""
+    """Runs requests together until one ends. Counts what came after the last one's first tokens, and its time."""
     params = [dataclasses.replace(sampling, seed=i) for i in range(len(prompts))]
     requests, started, tokens, first, last = engine.requests(prompts, params), set(), 0, 0.0, 0.0
     for request, event in engine.run(requests, engine.rounds):
@@ -198,7 +199,7 @@ def _until_first_end(engine: Engine, prompts: Sequence[Prompt], sampling: Sampli
             tokens, last = tokens + len(event.token_ids), now
         else:
             started.add(request.index)
-            first = now
+            tokens, first = 0, now
         if event.finish_reason:
             for other in requests:
                 other.cancelled = True

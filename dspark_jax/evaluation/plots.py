@@ -1,5 +1,6 @@
 """Pictures of measurements, as PNG."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,16 +40,19 @@ def load_pictures(path: Path, title: str, points: Sequence[Point]) -> list[Path]
     A line is a strategy, a dot on it a load. Returns the files.
     """
     files = [path.with_suffix(f".{name}.png") for name in ("speed", "budget")]
-    speed_axis, budget_axis = (pyplot.subplots(figsize=(6, 4.5)) for _ in files)
+    speed, budget = (pyplot.subplots(figsize=(6, 4.5)) for _ in files)
     for strategy, line in _lines(points).items():
         style = "o-" if strategy.startswith("load_aware") else "o--"
         options = {"markersize": 4, "linewidth": 1.8 if style == "o-" else 1, "label": strategy}
-        speed_axis[1].plot([p.per_user for p in line], [p.tokens_per_second for p in line], style, **options)
-        budget_axis[1].plot([p.load for p in line], [p.budget for p in line], style, **options)
-    speed_axis[1].set(xlabel="speed per user, tokens/s", ylabel="throughput, tokens/s", xscale="log", yscale="log")
-    budget_axis[1].set(xlabel="concurrent requests", ylabel="drafts verified per request and round", xscale="log")
-    for file, (figure, axis) in zip(files, (speed_axis, budget_axis), strict=True):
-        axis.set_title(title, fontsize=9)
+        speed[1].plot([p.per_user for p in line], [p.tokens_per_second for p in line], style, **options)
+        budget[1].plot([p.load for p in line], [p.budget for p in line], style, **options)
+    speed[1].set(xlabel="speed per user, tokens/s", ylabel="throughput, tokens/s", xscale="log", yscale="log")
+    budget[1].set(xlabel="concurrent requests", ylabel="drafts verified per request and round", xscale="log")
+    loads = sorted({p.load for p in points})
+    budget[1].set_xticks(loads, labels=loads)
+    budget[1].minorticks_off()
+    for file, (figure, axis) in zip(files, (speed, budget), strict=True):
+        axis.set_title(textwrap.fill(title, 80), fontsize=8)
         axis.legend(fontsize=7)
         figure.tight_layout()
         figure.savefig(file, dpi=120)
