@@ -1,8 +1,8 @@
 """Fits the confidence head's temperatures: python -m dspark_jax calibrate --config=configs/X.py --prompts=FILE
 
 The prompts are answered with whole blocks, so that every draft's fate is seen; they should be none that the drafter was
-trained on. Writes temperatures.json beside the drafter, which the engine then uses, and a reliability diagram per
-position before and after.
+trained on. Writes beside the drafter temperatures.json, which the engine then uses, a reliability diagram per position
+before and after, and the rounds as a trace for `bench --simulate`.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ from dspark_jax.scheduling.calibration import (
     reliabilities,
     save_temperatures,
 )
+from dspark_jax.scheduling.simulate import recorded_trace, save_trace
 from dspark_jax.serving import load_models, make_engine, sampling_params
 
 
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> None:
         before, after = reliabilities(rounds), reliabilities(rounds, fitted_K)
         name = key(sampler, temperature)
         print_calibration(f"{name}: {len(rounds.verified_N)} rounds", fitted_K, before, after)
+        save_trace(folder / f"trace_{name.replace(' ', '_')}.json", recorded_trace(rounds, fitted_K))
         reliability_diagrams(folder / f"reliability_{name.replace(' ', '_')}.png", name, before, after)
         known = known.with_fit(sampler, temperature, fitted_K)
     save_temperatures(folder, known)

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     problems, warnings = (sum(check.status == status for check in checks) for status in ("problem", "warning"))
     print(f"\nchecks: {len(checks)}, problems: {problems}, warnings: {warnings}")
     if given.json:
-        from dspark_jax.evaluation.report import write_json
+        from dspark_jax.scheduling.json_files import write_json
 
         rows = [dataclasses.asdict(check) for check in checks]
         write_json(given.json, {"problems": problems, "warnings": warnings, "checks": rows})

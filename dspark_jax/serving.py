@@ -17,7 +17,7 @@ from dspark_jax.decoding.profiling import drafter_fingerprint, stamp_of
 from dspark_jax.decoding.requests import Completion
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
-from dspark_jax.evaluation.report import environment, generation_report, write_json
+from dspark_jax.evaluation.report import environment, generation_report
 from dspark_jax.interop.drafter_io import Drafter, load_drafter
 from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.parallel import describe_mesh, parse_mesh, start_processes
@@ -25,6 +25,7 @@ from dspark_jax.progress import Progress
 from dspark_jax.scheduling.calibration import FILE_NAME as TEMPERATURES
 from dspark_jax.scheduling.calibration import load_temperatures
 from dspark_jax.scheduling.cost_model import load_table
+from dspark_jax.scheduling.json_files import write_json
 
 
 def load_models(config: ConfigDict) -> tuple[Target, Drafter | None]:

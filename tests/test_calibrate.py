@@ -14,6 +14,7 @@ from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.models.config import DrafterConfig, draft_decoder
+from dspark_jax.scheduling.simulate import load_trace
 from dspark_jax.serving import load_models, make_engine
 
 
@@ -51,6 +52,7 @@ def test_calibrate_leaves_temperatures_that_the_engine_uses(folder: Path) -> Non
     calibrate.main(argv(folder, f"--prompts={folder / 'prompts.jsonl'}", "--at=0,1"))
     names = {file.name for file in (folder / "drafter").iterdir()}
     assert {"temperatures.json", "reliability_rejection_greedy.png"} <= names
+    assert load_trace(folder / "drafter" / "trace_rejection_greedy.json").confidence_NxK.shape[1] == 3
     engine = make_engine(config_of(folder), *load_models(config_of(folder)), strategy="threshold:0.5")
     assert set(engine.temperatures.fitted) == {"rejection greedy", "rejection 0.9-1.3"}
 

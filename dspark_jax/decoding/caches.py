@@ -134,7 +134,7 @@ class PageAllocator:
     def forget(self) -> None:
         """Unfiles all prefixes: their rows are about to be overwritten. Only while nobody holds a page."""
         self._free += self._key_of
-        self._filed, self._key_of = {}, {}
+        self._filed, self._key_of, self._idle = {}, {}, {}
 
     def publish(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
         """Files full prompt pages that a request holds, unless the same prefix is filed already."""

@@ -403,6 +403,7 @@ def decode(
     used = jax.tree.map(lambda a: a[:active], slots)
     sizes = {"drafts": drafts, "context_pages": context_pages, "top_logprobs": top_logprobs}
 
+    @functools.partial(jax.jit, inline=True)  # so that a round, which is long, is traced once and not twice
     def one_round(caches, used):
         return decode_round(models, policy, weights, caches, used, cost, **sizes)
 

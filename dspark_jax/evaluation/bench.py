@@ -1,16 +1,26 @@
-"""Ratios measured in one run on one machine.
+"""Speed, measured or computed.
 
     python -m dspark_jax bench --config=configs/smollm2_135m.py [--repeats=11] [--json=FILE]
+    python -m dspark_jax bench --sweep --config=configs/smollm2_135m.py [--loads=1,4,16] [--json=FILE]
+    python -m dspark_jax bench --simulate=docs/tables/qwen3_8b_v5e8.json [--trace=FILE] [--json=FILE]
+    python -m dspark_jax bench --scheduler [--config=configs/smollm2_135m.py]
 
-A decoding step of ours against one of `transformers` on the same weights, and against the memory's bandwidth; how much
-of a speculative round lies outside the target's forward; tokens per second with drafting and without.
+Alone: a decoding step of ours against one of `transformers` on the same weights, and against the memory's bandwidth;
+how much of a speculative round lies outside the target's forward; tokens per second with drafting and without.
+`--sweep`: every strategy at every load, with pictures; a sweep that was stopped goes on where it was. `--simulate`: the
+same from a cost table, with no model. `--scheduler`: what planning a round costs.
 """
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from dspark_jax.door import define_json, parse_config
+from dspark_jax.errors import UserError
+from dspark_jax.scheduling.json_files import write_json
 
 BUSY = 10.0  # percent of the CPUs in others' hands, from which on goals are not judged
 # Section of the report, row and column; the goal in words; the most that the value may be.
@@ -23,11 +33,37 @@ GOALS = (
 
 
 def main(argv: list[str]) -> None:
-    """Measures, prints tables and, on request, writes JSON."""
-    config, given = parse_config(argv, define)
+    """Measures what the flags ask for, prints it and, on request, writes JSON."""
+    config, given = parse_config(argv, define, required=False)
+    if sum((given.sweep, given.scheduler, given.simulate is not None)) > 1:
+        raise UserError("--sweep, --simulate and --scheduler are measured one at a time")
+    if config is None and not (given.scheduler or given.simulate is not None):
+        raise UserError("which config? give --config=configs/smollm2_135m.py")
+    if given.sweep:
+        return _sweep(config, given)
+    if given.simulate is not None:
+        return _simulate(given)
+    return _scheduler(config, given) if given.scheduler else _steps(config, given)
+
+
+def define(values: flags.FlagValues) -> None:
+    """The flags of `bench`."""
+    flags.DEFINE_integer("repeats", 11, "times that each step is measured", lower_bound=7, flag_values=values)
+    flags.DEFINE_bool("sweep", False, "measure every strategy at every load", flag_values=values)
+    flags.DEFINE_string("simulate", None, "cost table: compute every strategy at every load", flag_values=values)
+    flags.DEFINE_bool("scheduler", False, "measure what planning a round costs", flag_values=values)
+    flags.DEFINE_list("loads", [], "concurrent requests; default 1,2,4,8,16,32,64", flag_values=values)
+    flags.DEFINE_list("strategies", [], "of a sweep or a simulation; default: all kinds", flag_values=values)
+    flags.DEFINE_integer("turns", 5, "of every strategy at a load", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("tokens", 64, "of an answer in a sweep", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("trace", None, "of a simulation: file that `calibrate` recorded", flag_values=values)
+    flags.DEFINE_float("acceptance", 0.85, "of a synthetic trace, typical of every position", flag_values=values)
+    define_json(values)
+
+
+def _steps(config: ConfigDict, given: flags.FlagValues) -> None:
     # After the flags: a wrong flag need not wait for JAX.
     from dspark_jax.evaluation.measurements import measure
-    from dspark_jax.evaluation.report import write_json
 
     report = measure(config, given.repeats)
     report["goals"] = goals(report)
@@ -36,15 +72,75 @@ def main(argv: list[str]) -> None:
         write_json(given.json, report)
 
 
-def define(values: flags.FlagValues) -> None:
-    """The flags of `bench`."""
-    flags.DEFINE_integer("repeats", 11, "times that each step is measured", lower_bound=7, flag_values=values)
-    define_json(values)
+def _sweep(config: ConfigDict, given: flags.FlagValues) -> None:
+    loads = _loads(given.loads)
+    from dspark_jax.evaluation.load_report import LOADS
+    from dspark_jax.evaluation.load_sweep import Plan, points_of, sweep
+    from dspark_jax.evaluation.report import describe_device
+
+    path = Path(given.json or Path(config.workdir) / "sweep.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan = Plan(loads or LOADS, given.strategies, given.turns, given.tokens)
+    report = sweep(config, plan, path)
+    run = report["run"]
+    _show(path, f"{run['target']} on {describe_device(run)}", points_of(report, plan.loads))
+    _warn_if_busy(report)
+
+
+def _simulate(given: flags.FlagValues) -> None:
+    loads = _loads(given.loads)
+    from dspark_jax.evaluation.load_report import Point
+    from dspark_jax.evaluation.simulation import simulation
+
+    report = simulation(given.simulate, given.trace, loads, given.strategies, given.acceptance)
+    path, stamp = Path(given.json or "simulation.json"), report["stamp"]
+    write_json(path, report)
+    title = f"simulated: {stamp['model']} on {stamp['devices']} x {stamp['device']}, {stamp['source']} costs"
+    trace = f"trace {report['trace']}, {report['tokens_of_a_whole_block']:.2f} tokens per whole block"
+    _show(path, f"{title}, context {report['context']}; {trace}", [Point(**row) for row in report["points"]])
+
+
+def _show(path: Path, title: str, points: Sequence[Any]) -> None:
+    """Table, verdicts and pictures of strategies over loads."""
+    from dspark_jax.evaluation.load_report import print_points, verdicts
+    from dspark_jax.evaluation.plots import load_pictures
+
+    print_points(points, title)
+    for line in verdicts(points):
+        print(line)
+    print("written to", ", ".join(map(str, (path, *load_pictures(path, title, points)))))
+
+
+def _scheduler(config: ConfigDict | None, given: flags.FlagValues) -> None:
+    from dspark_jax.evaluation.report import describe_device
+    from dspark_jax.evaluation.scheduler_cost import scheduler_cost
+
+    report = scheduler_cost(config, given.repeats)
+    print(f"{describe_device(report)}; microseconds of a plan: median ± half the interquartile range")
+    for row in report["scheduler"]:
+        print(f"{row['requests']} requests, {row['drafts']} drafts: " + ", ".join(_plan_words(row)))
+    if given.json:
+        write_json(given.json, report)
+
+
+def _plan_words(row: dict[str, Any]) -> Iterator[str]:
+    """A phrase for every strategy of a row."""
+    for name in (key.removesuffix("_ms") for key in row if key.endswith("_ms") and not key.endswith("_iqr_ms")):
+        if name != "round":
+            share = f" ({row[f'{name}_percent']:.2f} % of a round)" if f"{name}_percent" in row else ""
+            yield f"{name} {1e3 * row[f'{name}_ms']:.1f} ±{500 * row[f'{name}_iqr_ms']:.1f}{share}"
+
+
+def _loads(texts: list[str]) -> list[int]:
+    """UserError unless they are counts of requests."""
+    if not all(text.isdecimal() and int(text) > 0 for text in texts):
+        raise UserError(f"--loads={','.join(texts)}: give numbers of requests, as --loads=1,4,16")
+    return sorted({int(text) for text in texts})
 
 
 def busy(report: dict[str, Any]) -> bool:
     """Whether other processes used so much of the machine that ratios say little."""
-    return (report["others_cpu_percent"] or 0.0) > BUSY
+    return (report.get("others_cpu_percent") or 0.0) > BUSY
 
 
 def goals(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,6 +174,10 @@ def print_tables(report: dict[str, Any]) -> None:
     verdict = "no program was compiled after warm-up" if not count else f"{count} programs were compiled after warm-up"
     print(f"{verdict} (size of the jit caches before and after the timed parts)")
     _print_goals(report["goals"])
+    _warn_if_busy(report)
+
+
+def _warn_if_busy(report: dict[str, Any]) -> None:
     if busy(report):
         share = f"other processes used {report['others_cpu_percent']:.0f} % of the CPUs"
         print(f"warning: {share}. PyTorch's waiting threads suffer more from that than XLA's: measure again in quiet")

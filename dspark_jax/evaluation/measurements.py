@@ -43,7 +43,7 @@ READ_BYTES = 1 << 29  # far more than any CPU's cache
 def measure(config: ConfigDict, repeats: int) -> dict[str, Any]:
     """All measurements of a config, under the names of the JSON report. Times are in ms, speeds in tokens/s."""
     target, drafter, skipped = _load(config)
-    clock, prompts = Clock(repeats, compiled_programs), _random_prompts(max(BATCHES), CONTEXT, target.config.vocab_size)
+    clock, prompts = Clock(repeats, compiled_programs), random_prompts(max(BATCHES), CONTEXT, target.config.vocab_size)
     theirs, reason = load_transformers(target, _threads())
     skipped |= {"transformers": reason} if reason else {}
     batches, together = (BATCHES, TOGETHER) if drafter else ((), ())
@@ -85,7 +85,7 @@ def _load(config: ConfigDict) -> tuple[Target, Drafter | None, dict[str, str]]:
     return target, load_drafter(config.serve.drafter, target), {}
 
 
-def _random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(vocab_size, size=(count, length)).tolist()
 
 
@@ -216,7 +216,7 @@ def end_to_end(config: ConfigDict, target: Target, drafter: Drafter, together: i
         "off": make_engine(config, target, None, strategy="off", max_slots=together),
         "drafted": make_engine(config, target, drafter, max_slots=together),
     }
-    prompts, params = _chat_prompts(target), SamplingParams(temperature=0.0, seed=0, max_tokens=ANSWER)
+    prompts, params = chat_prompts(target, 4), SamplingParams(temperature=0.0, seed=0, max_tokens=ANSWER)
     answers: dict[str, list[Completion]] = {}
 
     def generate(name: str) -> float:
@@ -237,8 +237,9 @@ def end_to_end(config: ConfigDict, target: Target, drafter: Drafter, together: i
     }  # fmt: skip
 
 
-def _chat_prompts(target: Target) -> list[Prompt]:
-    """Four prompts of the demo; random tokens for a model without a tokenizer."""
+def chat_prompts(target: Target, count: int) -> list[Prompt]:
+    """Prompts of the demo, over and over; random tokens for a model without a tokenizer."""
     if target.tokenizer is None:
-        return _random_prompts(4, 16, target.config.vocab_size)
-    return [row.messages for row in demo_prompts()[:4]]
+        return random_prompts(count, 16, target.config.vocab_size)
+    prompts = [row.messages for row in demo_prompts()]
+    return [prompts[i % len(prompts)] for i in range(count)]

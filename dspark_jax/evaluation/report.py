@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import statistics
@@ -79,11 +78,3 @@ def print_report(report: dict[str, Any], title: str, console: rich.console.Conso
             value = ", ".join(f"{k} {v}" for k, v in value.items())
         table.add_row(name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else str(value))
     (console or rich.console.Console()).print(table)
-
-
-def write_json(path: str | Path, value: dict[str, Any]) -> None:
-    """Writes JSON by way of a temporary file, so that no half-written report is ever seen."""
-    path = Path(path)
-    fresh = path.with_name(path.name + ".tmp")
-    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, path)

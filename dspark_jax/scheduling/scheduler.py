@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from dspark_jax.errors import UserError
 
-STRATEGIES = ("auto", "off", "fixed:k")
-ALL_STRATEGIES = ("auto", "off", "fixed:k", "threshold:θ", "dcut", "load_aware", "load_aware_async")
+STRATEGIES = ("auto", "off", "fixed:k", "threshold:θ", "dcut", "load_aware", "load_aware_async")
 BY_CONFIDENCE = ("threshold", "load_aware", "load_aware_async")
 
 # ---------------------------------------------------------------------------------------------------- names
@@ -28,21 +27,6 @@ class Strategy(NamedTuple):
     value: float = 0.0
 
 
-def drafts_per_round(strategy: str, block: int) -> int:
-    """Tokens drafted and verified per slot and round. `block`: the drafter's tokens per block, 0 without a drafter.
-
-    "auto" verifies the whole block, "off" none, "fixed:k" k of them. Raises UserError on anything else.
-    """
-    if strategy == "off" or (strategy == "auto" and not block):
-        return 0
-    if strategy == "auto":
-        return block
-    name, _, count = strategy.partition(":")
-    if name != "fixed":
-        raise UserError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)} (k at least 1)")
-    return _fixed_drafts(strategy, count, block)
-
-
 def parse_strategy(strategy: str, block: int, has_probabilities: bool = True) -> Strategy:
     """The strategy of that name, for a drafter of `block` tokens (0: no drafter).
 
@@ -51,15 +35,15 @@ def parse_strategy(strategy: str, block: int, has_probabilities: bool = True) ->
     probabilities.
     """
     name, colon, number = strategy.partition(":")
-    if name not in (known.partition(":")[0] for known in ALL_STRATEGIES) or bool(colon) != (name in _NUMBERED):
-        raise UserError(f"unknown strategy {strategy!r}: known are {', '.join(ALL_STRATEGIES)}")
+    if name not in (known.partition(":")[0] for known in STRATEGIES) or bool(colon) != (name in _NUMBERED):
+        raise UserError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
     if name in ("off", "auto"):
         return Strategy(name)
     if name == "fixed":
         return Strategy(name, _fixed_drafts(strategy, number, block))
     _need_drafter(strategy, block)
     if name == "dcut" and not has_probabilities:
-        others = ", ".join(s for s in ALL_STRATEGIES if s not in ("dcut", "auto"))
+        others = ", ".join(s for s in STRATEGIES if s not in ("dcut", "auto"))
         raise UserError(f"strategy {strategy!r} reads draft probabilities, and a lookup has none: use {others}")
     return Strategy(name, _least_confidence(strategy, number)) if name == "threshold" else Strategy(name)
 

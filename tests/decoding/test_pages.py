@@ -100,3 +100,14 @@ def test_filed_pages_are_reused_last_and_from_their_end():
         assert (len(allocator.match(old)), len(allocator.match(new))) == (left, 3)
     held = allocator.take(3, allocator.match(new))
     assert allocator.take(1) is None and held == allocator.match(new)
+
+
+def test_forgotten_pages_are_free_once():
+    """Pages of a prefix that nobody holds are not handed out twice when their filing is forgotten."""
+    pages = PageAllocator(4)
+    held = pages.take(2)
+    pages.publish(["a", "b"], held)
+    pages.give(held)
+    pages.forget()
+    assert pages.available == 4 and pages.match(["a"]) == []
+    assert sorted(pages.take(4)) == [0, 1, 2, 3] and pages.take(1) is None

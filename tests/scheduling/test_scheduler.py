@@ -14,7 +14,6 @@ from dspark_jax.scheduling.scheduler import (
     admit,
     bucket_of,
     confidences,
-    drafts_per_round,
     global_budget,
     lower_envelope,
     parse_strategy,
@@ -362,10 +361,3 @@ def test_bad_strategies_are_refused(strategy, block, probabilities, words):
     with pytest.raises(UserError) as error:
         parse_strategy(strategy, block, probabilities)
     assert words in str(error.value)
-
-
-def test_drafts_per_round():
-    assert [drafts_per_round(s, 7) for s in ("off", "auto", "fixed:3")] == [0, 7, 3]
-    assert drafts_per_round("auto", 0) == 0
-    with pytest.raises(UserError, match="unknown strategy"):
-        drafts_per_round("load_aware", 7)
