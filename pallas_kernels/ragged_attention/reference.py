@@ -22,8 +22,8 @@ class Rows:
 class Prefix:
     """Cached keys and values of every layer, read only. The table's width bounds the context that is read."""
 
-    k_LxPxSxKVxD: jax.Array
-    v_LxPxSxKVxD: jax.Array
+    k_LxPxKVxSxD: jax.Array
+    v_LxPxKVxSxD: jax.Array
     table_RxC: jax.Array  # page ids of each request, in order
     length_R: jax.Array  # cached rows of each request
 
@@ -109,14 +109,14 @@ def step_attention(
 
 def gather_pages(prefix: Prefix, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """One layer's cached keys and values of every request, `[R, C·S, KV, D]`."""
-    num_pages = prefix.k_LxPxSxKVxD.shape[1]
+    num_pages = prefix.k_LxPxKVxSxD.shape[1]
 
     def gather(pool: jax.Array) -> jax.Array:
         # One gather on (layer, page): slicing the layer out first would copy pages that nobody asked for.
-        pages = pool.reshape(-1, *pool.shape[2:])[layer * num_pages + prefix.table_RxC]
+        pages = pool.reshape(-1, *pool.shape[2:])[layer * num_pages + prefix.table_RxC].swapaxes(2, 3)
         return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
 
-    return gather(prefix.k_LxPxSxKVxD), gather(prefix.v_LxPxSxKVxD)
+    return gather(prefix.k_LxPxKVxSxD), gather(prefix.v_LxPxKVxSxD)
 
 
 def masked_attention(
