@@ -28,14 +28,14 @@ def unsupported(q_NxHxD: jax.Array, rows: Rows, prefix: Prefix | None) -> str | 
     """Why this kernel cannot take these arrays; None when it can."""
     if prefix is None:
         return "there is no cached prefix"
-    _, _, page_size, num_kv, dim = prefix.k_LxPxSxKVxD.shape
-    dtype, steps = prefix.k_LxPxSxKVxD.dtype, _Sizes.of(q_NxHxD, rows, prefix).max_steps
+    page_size, dim = prefix.k_LxPxKVxSxD.shape[3:]
+    dtype, steps = prefix.k_LxPxKVxSxD.dtype, _Sizes.of(q_NxHxD, rows, prefix).max_steps
     if dtype not in (jnp.bfloat16, jnp.float32) or q_NxHxD.dtype != dtype:
         return f"queries in {q_NxHxD.dtype} and pages in {dtype}: both must be bfloat16 or both float32"
     if dim % LANES:
         return f"head dim {dim} is no multiple of {LANES}"
-    if _heads_first(num_kv) and page_size % (32 // dtype.itemsize):
-        return f"pages of {page_size} rows do not fill the tiles of {num_kv} key-value heads"
+    if page_size % (32 // dtype.itemsize):
+        return f"pages of {page_size} rows are no whole tiles of {32 // dtype.itemsize}"
     if 4 * (prefix.table_RxC.size + steps) > SCALARS:
         return f"a page table of {prefix.table_RxC.shape} does not fit into scalar memory"
     return None
@@ -52,7 +52,7 @@ class _Sizes(NamedTuple):
 
     @staticmethod
     def of(q_NxHxD: jax.Array, rows: Rows, prefix: Prefix) -> "_Sizes":
-        page_size, num_kv = prefix.k_LxPxSxKVxD.shape[2:4]
+        num_kv, page_size = prefix.k_LxPxKVxSxD.shape[2:4]
         requests, width = prefix.table_RxC.shape
         group = q_NxHxD.shape[1] // num_kv
         tile = min(rows.block, max(1, TILE // group))
@@ -73,11 +73,6 @@ class _Steps(NamedTuple):
     layer_1: jax.Array
 
 
-def _heads_first(num_kv: int) -> bool:
-    """Whether XLA keeps a pool of so many heads as `[L, P, KV, S, D]`, since `[.., KV, D]` would need padded tiles."""
-    return num_kv not in (2, 4) and num_kv % 8 != 0
-
-
 def ragged_attention(
     q_NxHxD: jax.Array,
     k_NxKVxD: jax.Array,
@@ -91,9 +86,8 @@ def ragged_attention(
     window: int = 0,
     from_anchor: bool = False,
     softcap: float = 0.0,
-    interpret: Any = False,
 ) -> jax.Array:
-    """As the reference's. `interpret`: `pltpu.InterpretParams(...)` to run without a TPU."""
+    """As the package's `ragged_attention` says, for what `unsupported` lets through."""
     num_kv, dim = k_NxKVxD.shape[1:]
     sizes = _Sizes.of(q_NxHxD, rows, prefix)
     requests, packed = len(rows.count_R), 32 // q_NxHxD.dtype.itemsize
@@ -102,15 +96,10 @@ def ragged_attention(
     q = q_NxHxD[index].reshape(requests * sizes.tiles, sizes.tile, num_kv, sizes.group, dim)
     q_UxKVxMxD = _padded(q.transpose(0, 2, 1, 3, 4).reshape(len(q), num_kv, -1, dim), packed)
     k_RxKVxQxD, v_RxKVxQxD = (_padded(a[index].swapaxes(1, 2), packed) for a in (k_NxKVxD, v_NxKVxD))
-    k_pool, v_pool = prefix.k_LxPxSxKVxD, prefix.v_LxPxSxKVxD
-    if _heads_first(num_kv):
-        k_pool, v_pool = k_pool.swapaxes(2, 3), v_pool.swapaxes(2, 3)  # how they lie in memory: no copy
     view = _View(sizes.group, sizes.tile, sizes.tiles, causal, window, from_anchor)
     steps, num_steps = _plan(sizes, view, rows, prefix, layer)
     kernel = functools.partial(_kernel, view=view, scale=scale, softcap=softcap)
-    out_UxKVxMxD = _call(
-        kernel, steps, num_steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, k_pool, v_pool, sizes, interpret
-    )
+    out_UxKVxMxD = _call(kernel, steps, num_steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, prefix, sizes)
     out = out_UxKVxMxD[:, :, : sizes.tile * sizes.group].reshape(len(q), num_kv, sizes.tile, sizes.group, dim)
     out_RxQxHxD = out.transpose(0, 2, 1, 3, 4).reshape(requests, -1, *q_NxHxD.shape[1:])
     return out_RxQxHxD[rows.slot_N, rows.offset_N]
@@ -123,7 +112,7 @@ def _padded(a: jax.Array, multiple: int) -> jax.Array:
 
 def _plan(sizes: _Sizes, view: "_View", rows: Rows, prefix: Prefix, layer: jax.Array | int) -> tuple[_Steps, jax.Array]:
     """The steps of all tiles and how many there are: every tile has one, which sees to its block, or more."""
-    page_size, width = prefix.k_LxPxSxKVxD.shape[2], prefix.table_RxC.shape[1]
+    page_size, width = prefix.k_LxPxKVxSxD.shape[3], prefix.table_RxC.shape[1]
     base = jnp.arange(sizes.tiles) * sizes.tile
     first = prefix.length_R[:, None] + view.oldest(base)
     first_page = jnp.maximum(first, 0) // page_size
@@ -178,18 +167,16 @@ def _call(
     q_UxKVxMxD: jax.Array,
     k_RxKVxQxD: jax.Array,
     v_RxKVxQxD: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    prefix: Prefix,
     sizes: _Sizes,
-    interpret: Any,
 ) -> jax.Array:
     _, num_kv, m, dim = q_UxKVxMxD.shape
     at_tile = pl.BlockSpec((None, num_kv, m, dim), lambda i, steps: (steps.tile_T[i], 0, 0, 0))
     at_request = pl.BlockSpec(
-        (None, *k_RxKVxQxD.shape[1:]), lambda i, steps: (steps.tile_T[i] // sizes.tiles, 0, 0, 0)
+        (None, *k_RxKVxQxD.shape[1:]), lambda i, steps: (jax.lax.div(steps.tile_T[i], sizes.tiles), 0, 0, 0)
     )
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    pages = pltpu.VMEM((2, sizes.pages, *k_pool.shape[2:]), k_pool.dtype)
+    pages = pltpu.VMEM((2, sizes.pages, *prefix.k_LxPxKVxSxD.shape[2:]), prefix.k_LxPxKVxSxD.dtype)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -204,10 +191,12 @@ def _call(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q_UxKVxMxD.shape, q_UxKVxMxD.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM),
-        interpret=interpret,
+        # Checks of every copy's bounds would double the time that issuing it takes; the tests' interpreter has its own.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM, disable_bounds_checks=True
+        ),
         name="ragged_attention",
-    )(steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, k_pool, v_pool)  # fmt: skip
+    )(steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, prefix.k_LxPxKVxSxD, prefix.v_LxPxKVxSxD)  # fmt: skip
 
 
 def _kernel(
@@ -216,10 +205,11 @@ def _kernel(
 ) -> None:  # fmt: skip
     """One step: a tile of queries `[KV, M, D]` and the pages of one chunk; `peak`, `total`, `sum`: online softmax."""
     i, num_steps = pl.program_id(0), pl.num_programs(0)
-    num_kv, m, _ = q_ref.shape
-    num_pages, width = k_buffer.shape[1], steps.table_RC.shape[0] // steps.length_R.shape[0]
+    num_kv, m, dim = q_ref.shape
+    num_pages, page_size = k_buffer.shape[1], k_buffer.shape[3]
+    width = steps.table_RC.shape[0] // steps.length_R.shape[0]
     tile = steps.tile_T[i]
-    request, base = tile // view.tiles, tile % view.tiles * view.tile
+    request, base = jax.lax.div(tile, view.tiles), jax.lax.rem(tile, view.tiles) * view.tile
     done = (i - steps.first_U[tile]) * num_pages
     pages = jnp.minimum(steps.pages_U[tile] - done, num_pages)
 
@@ -227,12 +217,13 @@ def _kernel(
         """Starts or awaits the copies of a step's pages."""
         tile = steps.tile_T[step]
         done = (step - steps.first_U[tile]) * num_pages
-        first = tile // view.tiles * width + steps.page_U[tile] + done
+        first = jax.lax.div(tile, view.tiles) * width + steps.page_U[tile] + done
 
         def one(j: jax.Array, _: None) -> None:
             page = steps.table_RC[first + j]
             for pool, buffer in ((k_pool, k_buffer), (v_pool, v_buffer)):
-                act(pltpu.make_async_copy(pool.at[steps.layer_1[0], page], buffer.at[step % 2, j], arrived.at[step % 2]))
+                source, target = pool.at[steps.layer_1[0], page], buffer.at[step & 1, j]
+                act(pltpu.make_async_copy(source, target, arrived.at[step & 1]))
 
         jax.lax.fori_loop(0, jnp.minimum(steps.pages_U[tile] - done, num_pages), one, None)
 
@@ -277,25 +268,16 @@ def _kernel(
     @pl.when(pages > 0)
     def _():
         copies(i, lambda copy: copy.wait())
-        k_heads, v_heads = _heads(k_buffer.at[i % 2], num_kv), _heads(v_buffer.at[i % 2], num_kv)
-        page_size = k_heads[0].shape[0] // num_pages
-        first = (steps.page_U[tile] + done) * page_size - steps.length_R[request]
-        mask = visible(first, num_pages * page_size, cached=True)
+        rows = num_pages * page_size
+        mask = visible((steps.page_U[tile] + done) * page_size - steps.length_R[request], rows, cached=True)
         for head in range(num_kv):
-            attend(head, k_heads[head], v_heads[head], mask)
+            k, v = (buffer[i & 1, :, head].reshape(rows, dim) for buffer in (k_buffer, v_buffer))
+            attend(head, k, v, mask)
 
     @pl.when(done + num_pages >= steps.pages_U[tile])
     def _():
         total = total_ref[...]
         out_ref[...] = (sum_ref[...] / jnp.where(total > 0, total, 1)).astype(out_ref.dtype)
-
-
-def _heads(buffer: Any, num_kv: int) -> list[jax.Array]:
-    """A chunk's rows `[C, D]` of each head."""
-    pages, dim = buffer[...], buffer.shape[-1]
-    if _heads_first(num_kv):
-        return [pages[:, head].reshape(-1, dim) for head in range(num_kv)]
-    return list(jnp.swapaxes(pages.reshape(-1, num_kv, dim), 0, 1))
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int], tuple[int]]) -> jax.Array:
