@@ -49,16 +49,16 @@ def ragged_attention(
 def _by_heads(attend: Any, num_kv: int) -> Any:
     """`attend` on every device's own heads: compilers cannot split a kernel by themselves.
 
-    Mesh axes split the key-value heads as long as they divide them; the others split the query heads of each, or repeat
-    the work.
+    As the pools lie: `model` splits the key-value heads where it divides them. What is left of the mesh splits the
+    query heads of each, or repeats the work.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return attend
 
     def split(q_NxHxD: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, prefix: Prefix, layer: Any) -> jax.Array:
-        kv_axes, rest = _dividing(mesh, num_kv, ("model", "data"))
-        group_axes, _ = _dividing(mesh, q_NxHxD.shape[1] // num_kv, rest)
+        kv_axes = _dividing(mesh, num_kv, ("model",))
+        group_axes = _dividing(mesh, q_NxHxD.shape[1] // num_kv, ("data",) if kv_axes else ("model", "data"))
         q_spec, kv_spec, pool = P(None, kv_axes, group_axes), P(None, kv_axes), P(None, None, kv_axes)
 
         def local(q_NxKVxGxD: jax.Array, *arrays: Any) -> jax.Array:
@@ -74,13 +74,13 @@ def _by_heads(attend: Any, num_kv: int) -> Any:
     return split
 
 
-def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that together divide `size`, taken in order, and the others."""
+def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that together divide `size`, taken in order."""
     taken: tuple[str, ...] = ()
     for axis in axes:
         if axis in mesh.shape and size % mesh.shape[axis] == 0:
             taken, size = (*taken, axis), size // mesh.shape[axis]
-    return taken, tuple(axis for axis in axes if axis not in taken)
+    return taken
 
 
 __all__ = ["Prefix", "Rows", "ragged_attention", "ragged_rows", "step_attention", "unsupported"]
