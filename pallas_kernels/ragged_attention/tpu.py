@@ -99,7 +99,7 @@ def ragged_attention(
     view = _View(sizes.group, sizes.tile, sizes.tiles, causal, window, from_anchor)
     steps, num_steps = _plan(sizes, view, rows, prefix, layer)
     kernel = functools.partial(_kernel, view=view, scale=scale, softcap=softcap)
-    out_UxKVxMxD = _call(kernel, steps, num_steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, prefix, sizes)
+    out_UxKVxMxD = _call(kernel, steps, num_steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, prefix, sizes, window)
     out = out_UxKVxMxD[:, :, : sizes.tile * sizes.group].reshape(len(q), num_kv, sizes.tile, sizes.group, dim)
     out_RxQxHxD = out.transpose(0, 2, 1, 3, 4).reshape(requests, -1, *q_NxHxD.shape[1:])
     return out_RxQxHxD[rows.slot_N, rows.offset_N]
@@ -169,6 +169,7 @@ def _call(
     v_RxKVxQxD: jax.Array,
     prefix: Prefix,
     sizes: _Sizes,
+    window: int,
 ) -> jax.Array:
     _, num_kv, m, dim = q_UxKVxMxD.shape
     at_tile = pl.BlockSpec((None, num_kv, m, dim), lambda i, steps: (steps.tile_T[i], 0, 0, 0))
@@ -195,8 +196,22 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM, disable_bounds_checks=True
         ),
+        cost_estimate=_cost(q_UxKVxMxD, k_RxKVxQxD, prefix, window),
         name="ragged_attention",
     )(steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, prefix.k_LxPxKVxSxD, prefix.v_LxPxKVxSxD)  # fmt: skip
+
+
+def _cost(q_UxKVxMxD: jax.Array, k_RxKVxQxD: jax.Array, prefix: Prefix, window: int) -> pl.CostEstimate:
+    """For XLA's schedule and the report: at most, when every prefix fills its table or its window."""
+    num_kv, page_size, dim = prefix.k_LxPxKVxSxD.shape[2:]
+    pages = prefix.table_RxC.shape[1]
+    pages = min(pages, pl.cdiv(window, page_size) + 1) if window else pages
+    weights = q_UxKVxMxD.size // dim * pages * page_size
+    pages_read = 2 * len(q_UxKVxMxD) * pages * num_kv * page_size * dim
+    values = pages_read + 2 * q_UxKVxMxD.size + 2 * k_RxKVxQxD.size
+    return pl.CostEstimate(
+        flops=4 * weights * dim, transcendentals=weights, bytes_accessed=values * q_UxKVxMxD.dtype.itemsize
+    )
 
 
 def _kernel(

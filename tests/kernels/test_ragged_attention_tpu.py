@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ragged_attention import Prefix, ragged_attention, ragged_rows, reference, tpu, unsupported
+from pallas_kernels.ragged_attention.report import KINDS, SHAPES, arguments, attend, ragged_attention_lines
 from tests.kernels.targets import compile_tpu, every_tpu, has_kernel, needs_libtpu, tpu_interpreter, tpu_mesh
 
 REQUESTS, BLOCK, NUM_ROWS, WIDTH, LAYERS = 3, 5, 12, 4, 2
@@ -127,28 +128,6 @@ def test_stale_rows_of_other_steps_have_no_effect():
 
 # ------------------------------------------------------------------------------------------------------ real chips
 
-# heads, key-value heads, head dim, window
-KINDS = {"Qwen3-8B": (32, 8, 128, 0), "Gemma4-12B sliding": (16, 8, 256, 1024), "Gemma4-12B full": (16, 1, 512, 0)}
-# requests, block, rows, causal
-SHAPES = {
-    "verification": (64, 8, 256, True),
-    "decoding": (64, 1, 64, True),
-    "prefill": (4, 128, 512, True),
-    "draft block": (64, 7, 448, False),
-}
-
-
-def real_shapes(kind: str, shape: str, pages: int = 64, dtype=jnp.bfloat16):
-    """The arrays of one call over prefixes of up to `pages` pages a request, and its options."""
-    (heads, kv_heads, dim, window), (requests, block, num_rows, causal) = KINDS[kind], SHAPES[shape]
-    array = jax.ShapeDtypeStruct
-    pool = array((4, requests * pages, kv_heads, 16, dim), dtype)
-    number = array((requests,), jnp.int32)
-    rows = jax.eval_shape(functools.partial(ragged_rows, num_rows=num_rows, block=block), number, number)
-    prefix = Prefix(pool, pool, array((requests, pages), jnp.int32), number)
-    q, k = array((num_rows, heads, dim), dtype), array((num_rows, kv_heads, dim), dtype)
-    return (q, k, k, rows, prefix, array((), jnp.int32)), {"causal": causal, "scale": dim**-0.5, "window": window}
-
 
 @pytest.fixture
 def real_steps(monkeypatch, small_steps):
@@ -157,8 +136,8 @@ def real_steps(monkeypatch, small_steps):
 
 
 def check_compiled(chip, kind, shape, dtype=jnp.bfloat16):
-    args, options = real_shapes(kind, shape, dtype=dtype)
-    compiled = compile_tpu(chip, ragged_attention, *args, **options)
+    args, options = arguments(kind, shape, 64, dtype)
+    compiled = compile_tpu(chip, attend, *args, **options)
     pool = args[4].k_LxPxKVxSxD
     assert has_kernel(compiled)
     # Nothing like a copy of the pool or of the requests' pages.
@@ -191,18 +170,29 @@ def test_every_shape_compiles_for_every_chip(chip, kind, shape, dtype):
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.parametrize("kind", ["Qwen3-8B", "Gemma4-12B full"])
 def test_on_a_mesh_each_device_attends_with_its_own_heads(kind):
-    args, options = real_shapes(kind, "verification")
+    args, options = arguments(kind, "verification", 64)
     mesh = tpu_mesh("v5e", (2, 4))
     kv = "model" if KINDS[kind][1] > 1 else None
     prefix = Prefix(P(None, None, kv), P(None, None, kv), P(), P())
-    specs = (P(None, "model"), P(None, kv), P(None, kv), jax.tree.map(lambda _: P(), args[3]), prefix, P())
+    specs = (P(None, "model"), P(None, kv), P(None, kv), P(), prefix, P())
     place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
     placed = jax.tree.map(place, args, specs)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(functools.partial(ragged_attention, **options)).lower(*placed).compile()
+        compiled = jax.jit(functools.partial(attend, **options)).lower(*placed).compile()
     pool = args[4].k_LxPxKVxSxD
     assert has_kernel(compiled)
     assert compiled.memory_analysis().temp_size_in_bytes < pool.size // pool.shape[0] * pool.dtype.itemsize / 4
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_steps")
+def test_the_kernel_moves_fewer_bytes_than_xla():
+    lines = list(ragged_attention_lines(compile_tpu, "v5e"))
+    assert len(lines) == len(KINDS) * len(SHAPES)
+    for op, size, temporary, moved in lines:
+        assert temporary[1] < 5e6, (op, size)  # the blocks' rows, regrouped
+        assert moved[1] < moved[0] / 3, (op, size)
 
 
 # ------------------------------------------------------------------------------------------------------- the choice
