@@ -19,34 +19,40 @@ from dspark_jax.parallel import MODEL, constrain, split
 from pallas_kernels.ragged_attention import Prefix, Rows
 
 # How a pool is split on a mesh, where its heads divide.
-HEADS = (None, None, None, MODEL, None)
+HEADS = (None, None, MODEL, None, None)
 
 
 @flax.struct.dataclass
 class PagePool:
-    """Keys and values of all layers of one kind of attention: L layers, P pages of S rows."""
+    """Keys and values of all layers of one kind of attention: L layers, P pages of S rows.
 
-    k_LxPxSxKVxD: jax.Array
-    v_LxPxSxKVxD: jax.Array
+    Heads come before rows: a head's rows of a page are then whole tiles of a TPU's memory, however few heads there are,
+    and a kernel multiplies them as they lie.
+    """
+
+    k_LxPxKVxSxD: jax.Array
+    v_LxPxKVxSxD: jax.Array
 
     @property
     def page_size(self) -> int:
-        return self.k_LxPxSxKVxD.shape[2]
+        return self.k_LxPxKVxSxD.shape[3]
 
     def view(self, table_RxC: jax.Array, length_R: jax.Array) -> Prefix:
         """The cached rows of each slot, read only."""
-        return Prefix(self.k_LxPxSxKVxD, self.v_LxPxSxKVxD, table_RxC, length_R)
+        return Prefix(self.k_LxPxKVxSxD, self.v_LxPxKVxSxD, table_RxC, length_R)
 
     def write(
         self, k_LxNxKVxD: jax.Array, v_LxNxKVxD: jax.Array, table_RxC: jax.Array, rows: Rows, keep_N: jax.Array
     ) -> "PagePool":
         """Stores the rows to keep at their absolute positions; the others are dropped."""
-        pages, size = self.k_LxPxSxKVxD.shape[1:3]
+        layers, pages, heads, size, _ = self.k_LxPxKVxSxD.shape
         column = rows.position_N // size
         keep_N = keep_N & rows.valid_N & (column < table_RxC.shape[1])
         page_N = jnp.where(keep_N, table_RxC[rows.slot_N, column], pages)
-        at = (slice(None), page_N, rows.position_N % size)
-        k, v = self.k_LxPxSxKVxD.at[at], self.v_LxPxSxKVxD.at[at]
+        # An index for every axis: XLA for TPU copies the whole pool for some scatters of slices.
+        layer, head = jnp.arange(layers)[:, None, None], jnp.arange(heads)
+        at = (layer, page_N[:, None], head, rows.position_N[:, None] % size)
+        k, v = self.k_LxPxKVxSxD.at[at], self.v_LxPxKVxSxD.at[at]
         written = (k.set(k_LxNxKVxD, mode="drop"), v.set(v_LxNxKVxD, mode="drop"))
         return PagePool(*(constrain(pool, *HEADS) for pool in written))
 
@@ -59,7 +65,7 @@ def empty_pools(config: DecoderConfig, pages: int, page_size: int, dtype: jnp.dt
 
     def pool(kind: int) -> PagePool:
         attention, layers = config.attention[kind], config.layer_kinds.count(kind)
-        shape = (layers, pages, page_size, attention.num_kv_heads, attention.head_dim)
+        shape = (layers, pages, attention.num_kv_heads, page_size, attention.head_dim)
         where = NamedSharding(mesh, split(mesh, shape, HEADS)) if mesh else None
         return PagePool(jnp.zeros(shape, dtype, device=where), jnp.zeros(shape, dtype, device=where))
 

@@ -22,8 +22,8 @@ class Rows:
 class Prefix:
     """Cached keys and values of every layer, read only. The table's width bounds the context that is read."""
 
-    k_LxPxSxKVxD: jax.Array
-    v_LxPxSxKVxD: jax.Array
+    k_LxPxKVxSxD: jax.Array
+    v_LxPxKVxSxD: jax.Array
     table_RxC: jax.Array  # page ids of each request, in order
     length_R: jax.Array  # cached rows of each request
 
@@ -51,13 +51,9 @@ def ragged_attention(
     scale: float,
     window: int = 0,
     from_anchor: bool = False,
+    softcap: float = 0.0,
 ) -> jax.Array:
-    """Each row attends to its request's prefix and to its own block (`causal`: up to itself). Returns `[N, H, D]`.
-
-    `window` W > 0: a row sees the rows less than W positions before it, itself included. `from_anchor`: every row of a
-    block sees the W cached rows before the block, and the block as if there were no window. Softmax in at least
-    float32. Padding rows give finite values that nobody reads.
-    """
+    """As the package's `ragged_attention` says."""
     num_kv, dim = k_NxKVxD.shape[-2:]
     block_index = jnp.clip(rows.first_R[:, None] + jnp.arange(rows.block), 0, len(rows.slot_N) - 1)  # [R, Q]
     q = q_NxHxD.reshape(-1, num_kv, q_NxHxD.shape[1] // num_kv, dim)[block_index]  # [R, Q, KV, G, D]
@@ -80,7 +76,7 @@ def ragged_attention(
             cached = cached & (position >= (prefix.length_R[:, None] + first)[..., None])
         cached = jnp.broadcast_to(cached, (*visible.shape[:2], k_context.shape[1]))
         visible = jnp.concatenate([cached, visible], axis=-1)
-    out = masked_attention(q, k, v, visible, scale)
+    out = masked_attention(q, k, v, visible, scale, softcap)
     return out.reshape(*block_index.shape, *q_NxHxD.shape[1:])[rows.slot_N, rows.offset_N]
 
 
@@ -113,22 +109,28 @@ def step_attention(
 
 def gather_pages(prefix: Prefix, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     """One layer's cached keys and values of every request, `[R, C·S, KV, D]`."""
-    num_pages = prefix.k_LxPxSxKVxD.shape[1]
+    num_pages = prefix.k_LxPxKVxSxD.shape[1]
 
     def gather(pool: jax.Array) -> jax.Array:
         # One gather on (layer, page): slicing the layer out first would copy pages that nobody asked for.
-        pages = pool.reshape(-1, *pool.shape[2:])[layer * num_pages + prefix.table_RxC]
+        pages = pool.reshape(-1, *pool.shape[2:])[layer * num_pages + prefix.table_RxC].swapaxes(2, 3)
         return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
 
-    return gather(prefix.k_LxPxSxKVxD), gather(prefix.v_LxPxSxKVxD)
+    return gather(prefix.k_LxPxKVxSxD), gather(prefix.v_LxPxKVxSxD)
 
 
 def masked_attention(
-    q_RxQxKVxGxD: jax.Array, k_RxCxKVxD: jax.Array, v_RxCxKVxD: jax.Array, visible_RxQxC: jax.Array, scale: float
+    q_RxQxKVxGxD: jax.Array,
+    k_RxCxKVxD: jax.Array,
+    v_RxCxKVxD: jax.Array,
+    visible_RxQxC: jax.Array,
+    scale: float,
+    softcap: float = 0.0,
 ) -> jax.Array:
     """Grouped-query attention; a query that sees nothing gives zeros (spec 1.6)."""
     wide = jnp.promote_types(q_RxQxKVxGxD.dtype, jnp.float32)
     scores = jnp.einsum("rqkgd,rckd->rkgqc", q_RxQxKVxGxD, k_RxCxKVxD, preferred_element_type=wide) * scale
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
     visible = visible_RxQxC[:, None, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(wide).min)

@@ -71,7 +71,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(models, sizes, mesh, kind, strate
     mesh = make_mesh(*mesh)
     together, engine = answers(target.on_mesh(mesh), drafter.on_mesh(mesh), strategy, sampler)
     assert together == alone
-    pool = engine.caches.target[0].k_LxPxSxKVxD
+    pool = engine.caches.target[0].k_LxPxKVxSxD
     shares = mesh.shape["model"] if target.config.heads[0][1] % mesh.shape["model"] == 0 else 1
     assert pool.addressable_shards[0].data.size * shares == pool.size
     head = engine.weights.target["lm_head"]["kernel"]

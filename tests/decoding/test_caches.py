@@ -33,8 +33,8 @@ LAYERS, PAGES, SIZE, ROWS, BLOCK, COLUMNS = 2, 7, 3, 8, 4, 3
 def test_write_stores_kept_rows_and_nothing_else(count, start, table, keep):
     table = np.asarray(table[: 2 * COLUMNS]).reshape(2, COLUMNS)
     rng = np.random.default_rng(0)
-    before = rng.standard_normal((2, LAYERS, PAGES, SIZE, 1, 2)).astype(np.float32)
-    new = rng.standard_normal((2, LAYERS, ROWS, 1, 2)).astype(np.float32)
+    before = rng.standard_normal((2, LAYERS, PAGES, 3, SIZE, 2)).astype(np.float32)
+    new = rng.standard_normal((2, LAYERS, ROWS, 3, 2)).astype(np.float32)
     rows = ragged_rows(jnp.asarray(count), jnp.asarray(start), ROWS, BLOCK)
     after = PagePool(*jnp.asarray(before)).write(*jnp.asarray(new), jnp.asarray(table), rows, jnp.asarray(keep))
     expected, n = before.copy(), 0
@@ -43,16 +43,16 @@ def test_write_stores_kept_rows_and_nothing_else(count, start, table, keep):
             position = start[slot] + offset
             # Rows behind the table's end have no page: they belong to no request's answer.
             if keep[n] and position < COLUMNS * SIZE:
-                expected[:, :, table[slot, position // SIZE], position % SIZE] = new[:, :, n]
+                expected[:, :, table[slot, position // SIZE], :, position % SIZE] = new[:, :, n]
             n += 1
-    np.testing.assert_array_equal(np.stack([after.k_LxPxSxKVxD, after.v_LxPxSxKVxD]), expected)
+    np.testing.assert_array_equal(np.stack([after.k_LxPxKVxSxD, after.v_LxPxKVxSxD]), expected)
 
 
 def test_view_reads_what_is_there():
-    pool = PagePool(jnp.zeros((1, 4, 2, 1, 2)), jnp.ones((1, 4, 2, 1, 2)))
+    pool = PagePool(jnp.zeros((1, 4, 1, 2, 2)), jnp.ones((1, 4, 1, 2, 2)))
     table, length = jnp.asarray([[2, 0]]), jnp.asarray([3])
     view = pool.view(table, length)
-    assert view.k_LxPxSxKVxD is pool.k_LxPxSxKVxD and view.v_LxPxSxKVxD is pool.v_LxPxSxKVxD
+    assert view.k_LxPxKVxSxD is pool.k_LxPxKVxSxD and view.v_LxPxKVxSxD is pool.v_LxPxKVxSxD
     assert view.table_RxC is table and view.length_R is length and pool.page_size == 2
 
 
@@ -102,8 +102,9 @@ def test_cached_rows_equal_those_of_a_dense_pass(tiny_target, tiny_drafter, x64,
             method=DSpark.context,
         )  # fmt: skip
         for (pool,), ((k, v),) in ((engine.caches.target, output.kv), (engine.caches.draft, context)):
-            for stored, dense in ((pool.k_LxPxSxKVxD, k), (pool.v_LxPxSxKVxD, v)):
-                cached = stored[:, np.asarray(pages)].reshape(stored.shape[0], -1, *stored.shape[3:])
+            for stored, dense in ((pool.k_LxPxKVxSxD, k), (pool.v_LxPxKVxSxD, v)):
+                by_row = stored[:, np.asarray(pages)].swapaxes(2, 3)
+                cached = by_row.reshape(len(stored), -1, *by_row.shape[3:])
                 np.testing.assert_allclose(cached[:, :count], dense[:, :count], rtol=1e-9, atol=1e-9)
                 # Rejected drafts were never written: what lies behind the answer is as empty as at the start.
                 assert not np.any(cached[:, count:])

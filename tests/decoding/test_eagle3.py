@@ -118,8 +118,9 @@ class TestGoldenPair:
                 {"params": drafter.params}, output.taps_NxMH, jnp.arange(MAX_LENGTH), jnp.roll(padded[0], -1),
                 drafter.borrowed, method=Eagle3.context,
             )  # fmt: skip
-            for stored, dense in ((pool.k_LxPxSxKVxD, k), (pool.v_LxPxSxKVxD, v)):
-                cached = stored[:, np.asarray(pages[request.index])].reshape(1, -1, *stored.shape[3:])
+            for stored, dense in ((pool.k_LxPxKVxSxD, k), (pool.v_LxPxKVxSxD, v)):
+                by_row = stored[:, np.asarray(pages[request.index])].swapaxes(2, 3)
+                cached = by_row.reshape(1, -1, *by_row.shape[3:])
                 np.testing.assert_allclose(cached[:, :count], dense[:, :count], rtol=1e-9, atol=1e-9)
 
 

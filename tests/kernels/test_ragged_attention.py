@@ -37,14 +37,14 @@ def cached_prefix(lengths: list[int], seed: int, garbage: float = 1e30) -> tuple
     """
     rng = np.random.default_rng(seed)
     pages = len(lengths) * TABLE_WIDTH + 3
-    k, v = np.full((2, LAYERS, pages, PAGE, KV_HEADS, DIM), garbage, np.float32)
+    k, v = np.full((2, LAYERS, pages, KV_HEADS, PAGE, DIM), garbage, np.float32)
     table = rng.permutation(pages)[: len(lengths) * TABLE_WIDTH].reshape(len(lengths), TABLE_WIDTH)
     cached = []
     for request, length in enumerate(lengths):
         row = np.arange(length)
-        at = (slice(None), table[request, row // PAGE], row % PAGE)
+        at = (slice(None), table[request, row // PAGE], slice(None), row % PAGE)
         cached.append(tuple(rng.normal(size=(2, LAYERS, length, KV_HEADS, DIM)).astype(np.float32)))
-        k[at], v[at] = cached[-1]
+        k[at], v[at] = (rows.swapaxes(0, 1) for rows in cached[-1])  # indexed axes come first
     return Prefix(jnp.asarray(k), jnp.asarray(v), jnp.asarray(table), jnp.asarray(lengths)), cached
 
 
@@ -169,9 +169,9 @@ def test_the_pages_a_request_lies_on_have_no_effect():
     counts, lengths = [5, 2, 4], [6, 3, 13]
     q, k, v = random_rows(4)
     prefix, _ = cached_prefix(lengths, 4)
-    moved = np.random.default_rng(9).permutation(prefix.k_LxPxSxKVxD.shape[1])  # old page of each new page
+    moved = np.random.default_rng(9).permutation(prefix.k_LxPxKVxSxD.shape[1])  # old page of each new page
     other = Prefix(
-        prefix.k_LxPxSxKVxD[:, moved], prefix.v_LxPxSxKVxD[:, moved],
+        prefix.k_LxPxKVxSxD[:, moved], prefix.v_LxPxKVxSxD[:, moved],
         jnp.asarray(np.argsort(moved))[prefix.table_RxC], prefix.length_R,
     )  # fmt: skip
     outs = [
@@ -236,7 +236,7 @@ def test_bfloat16_rows_come_back_in_bfloat16_and_near_float32():
     prefix, cached = cached_prefix(lengths, 8)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)))
     pool = prefix.replace(
-        k_LxPxSxKVxD=prefix.k_LxPxSxKVxD.astype(jnp.bfloat16), v_LxPxSxKVxD=prefix.v_LxPxSxKVxD.astype(jnp.bfloat16)
+        k_LxPxKVxSxD=prefix.k_LxPxKVxSxD.astype(jnp.bfloat16), v_LxPxKVxSxD=prefix.v_LxPxKVxSxD.astype(jnp.bfloat16)
     )
     out = attention(*narrow, jnp.asarray(counts), jnp.asarray(lengths), pool, 0, block=BLOCK, causal=False)
     assert out.dtype == jnp.bfloat16

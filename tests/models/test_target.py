@@ -338,11 +338,11 @@ def test_rows_after_the_accepted_ones_are_dropped(saved):
     assert_close(logits[:2], dense[9:11], 1e-4)
     # Rejected rows, and pages of nobody, are as they were.
     (pool,) = run.pools
-    pages, size = pool.k_LxPxSxKVxD.shape[1:3]
+    pages, size = pool.k_LxPxKVxSxD.shape[1], pool.page_size
     rows, written = np.arange(11), np.zeros((pages, size), bool)
     written[np.asarray(run.table)[0, rows // size], rows % size] = True
-    for stored in (pool.k_LxPxSxKVxD, pool.v_LxPxSxKVxD):
-        changed = (np.asarray(stored) != np.float32(1e4)).any(axis=(0, 3, 4))
+    for stored in (pool.k_LxPxKVxSxD, pool.v_LxPxKVxSxD):
+        changed = (np.asarray(stored) != np.float32(1e4)).any(axis=(0, 2, 4))
         np.testing.assert_array_equal(changed, written)
     (logits,), _ = run.feed([sequence[11:16]], 5, 5)
     assert_close(logits, dense[11:16], 1e-4)
