@@ -50,16 +50,18 @@ def test_a_smaller_budget_does_less_arithmetic(monkeypatch, tiny_target, tiny_dr
 def test_padding_changes_nothing(x64, few_programs, monkeypatch, tiny_target, tiny_drafter):
     """The rows of a round in the smallest bucket that holds them, and padded to the largest: one result."""
     target = tiny_target()
+    drafter = tiny_drafter(target, block=4)
+    drafter.params["confidence_head"]["proj"]["kernel"] *= 30  # sure of some drafts and not of others
     prompts = [[1, 2, 3], [9], [4, 4, 4, 4, 4], [30, 7]]
     params = [SamplingParams(temperature=t, seed=5, max_tokens=16, logprobs=2) for t in (0, 1.0, 0.6, 0)]
     outs, ran = [], []
     for padded in (False, True):
         if padded:
-            only_bucket(monkeypatch, 16)
+            only_bucket(monkeypatch, 20)
             jax.clear_caches()
-        engine = Engine(target, tiny_drafter(target, block=4), strategy="threshold:0.4", max_slots=4)
+        engine = Engine(target, drafter, strategy="threshold:0.4", max_slots=4)
         outs.append(engine.generate(prompts, params))
-        ran.append(engine.policy.buckets(4, 3))
+        ran.append(engine.policy.buckets(4, engine.drafts))
     assert len(ran[0]) > len(ran[1]) == 1
     lengths = {v for out in outs[0] for v in out.verified}
     assert len(lengths) > 1, "all rounds alike: there was nothing to pad"
