@@ -177,7 +177,7 @@ class Engine:
         pending: collections.deque[_Dispatch] = collections.deque()
         try:
             while queue or filling or live or pending:
-                yield from self._end_cancelled([*queue, *filling, *live])
+                yield from self._end_cancelled([*filling, *live])
                 filling = [request for request in filling if not request.ended]
                 live = self._compact(live)
                 yield from self._admit(queue, live, filling)
@@ -310,9 +310,14 @@ class Engine:
     def _admit(
         self, queue: collections.deque[Request], live: list[Request], filling: list[Request]
     ) -> Iterator[tuple[Request, StreamEvent]]:
-        """Gives waiting requests slots and pages as far as they last; `filling` grows by them. Yields refusals."""
+        """Gives waiting requests slots and pages as far as they last; `filling` grows by them.
+
+        Yields refusals, and cancelled requests whose turn it is: looking at the whole queue each time would cost more
+        than a round.
+        """
         while queue and len(live) + len(filling) < self.max_slots:
             request = queue[0]
+            yield from self._end_cancelled([request])
             if not request.ended and not request.prompt_ids:
                 try:
                     self._prepare(request)
@@ -328,7 +333,10 @@ class Engine:
     def _prepare(self, request: Request) -> None:
         """Tokenises a request and checks it. Raises UserError, naming it, when it cannot run here."""
         config, tokenizer, params, index = self.target.config, self.target.tokenizer, request.params, request.index
-        ids = prompt_token_ids(request.prompt, tokenizer, config.vocab_size)
+        try:
+            ids = prompt_token_ids(request.prompt, tokenizer, config.vocab_size)
+        except UserError as error:
+            raise UserError(f"prompt {index}: {error}") from None
         room = self.context - len(ids)
         stops = () if params.ignore_eos else config.eos_token_ids
         stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
