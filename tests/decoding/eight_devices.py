@@ -99,13 +99,14 @@ def check_collectives(hlo: str, hidden_rows: int, top_k: int) -> None:
     assert moved and not wrong, wrong[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "mesh", "kind", "strategy", "sampler"),
     [
         (EVEN, (2, 4), "whole", "fixed:2", "rejection"),
-        pytest.param(FEW, (4, 2), "reduced", "fixed:2", "rejection", marks=pytest.mark.slow),
-        pytest.param(EVEN, (2, 4), "eagle3", "fixed:2", "coupled", marks=pytest.mark.slow),
-        pytest.param(EVEN, (1, 8), "whole", "dcut", "rejection", marks=pytest.mark.slow),
+        (FEW, (4, 2), "reduced", "fixed:2", "rejection"),
+        (EVEN, (2, 4), "eagle3", "fixed:2", "coupled"),
+        (EVEN, (1, 8), "whole", "dcut", "rejection"),
     ],
 )
 def test_collectives_move_hidden_rows_and_statistics_of_rows(models, sizes, mesh, kind, strategy, sampler):
