@@ -72,7 +72,7 @@ def test_drafts_follow_the_latest_of_the_longest_matches(text, rest):
 # ---------------------------------------------------------------------------------------------------- token for token
 
 WORDS, LONGEST = 13, 48  # words of the vocabulary, tokens of the context
-SHAPE = {"vocab": WORDS, "hidden": 16, "layers": 1, "max_length": LONGEST}
+SHAPE = {"vocab": WORDS, "hidden": 16, "layers": 3, "max_length": LONGEST}
 OPTIONS = {"max_slots": 6, "rounds_per_dispatch": 48}
 
 
@@ -114,6 +114,13 @@ class TestTokenForToken:
         for i in (0, 2, 5):
             assert outs[i].token_ids == plain[i].token_ids
         assert all(c.verified[0] == 0 for c in outs[2:4])  # nothing to look up yet, nothing to pay for
+
+    def test_eagle3_is_scheduled_by_running_acceptance(self, target, plain, tiny_eagle):
+        engine = Engine(target, tiny_eagle(target), strategy="threshold:0.4", sampler="coupled", **OPTIONS)
+        outs = engine.generate(*requests())
+        assert [c.token_ids for c in outs] == [c.token_ids for c in plain]
+        lengths = np.concatenate([c.verified for c in outs])
+        assert lengths.min() == 0 and lengths.max() == 3
 
     def test_its_rounds_are_measured_as_anybodys(self, target, plain):
         engine = Engine(target, "lookup", strategy="load_aware", sampler="coupled", max_slots=1, page_size=LONGEST)
