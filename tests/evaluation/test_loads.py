@@ -105,13 +105,21 @@ def test_a_sweep_measures_its_costs_where_a_strategy_asks_for_them(
         (("--loads=0",), "--loads=0"),
         (("--strategies=fixed:9",), "fixed:9"),
         (("--strategies=best",), "unknown strategy 'best'"),
-        (("--config.serve.drafter=",), "set serve.drafter"),
         (("--scheduler",), "one at a time"),
     ],
 )
 def test_bad_flags_of_a_sweep_are_refused(config: str, tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         bench.main(argv(config, tmp_path / "new.json", *flags))
+
+
+def test_a_sweep_needs_a_drafter(chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(
+        "from configs.base import get_base\n\n\ndef get_config():\n    c = get_base()\n"
+        f"    c.target.path = {str(chat_model)!r}\n    return c\n"
+    )
+    with pytest.raises(UserError, match="set serve.drafter"):
+        bench.main(argv(f"--config={tmp_path / 'plain.py'}", tmp_path / "sweep.json"))
 
 
 def test_verdicts_compare_turn_by_turn() -> None:
