@@ -39,6 +39,7 @@ class Verified:
     accepted_R: jax.Array
     next_R: jax.Array
     logprob_RxQ: jax.Array
+    unsure_R: jax.Array  # True where the residual took the logits of the rejected row
 
 
 @flax.struct.dataclass
@@ -47,6 +48,16 @@ class Choice:
 
     id: jax.Array
     logit: jax.Array
+
+
+@flax.struct.dataclass
+class Rejected:
+    """Of each request the row of its first rejected draft, and that draft; if all were accepted, its last row."""
+
+    row_R: jax.Array
+    draft_R: jax.Array
+    stats: RowStatistics  # of R rows
+    query: Query
 
 
 def serves(warp: Warp) -> jax.Array:
@@ -79,6 +90,33 @@ def fused_verify(
     the same seeds give with all logits in memory, but for ties within rounding. Requests without rows get values that
     mean nothing.
     """
+    verified, rejected = from_candidates(hidden_NxH, head, rows, drafts, temperature_R, seed, sampler, backend)
+    if rejected is None:
+        return verified
+
+    def settled() -> Verified:
+        choice = _residual_from_logits(hidden_NxH[rejected.row_R], head, rejected, drafts)
+        logprob_RxQ = _with_next(verified.logprob_RxQ, verified.accepted_R, choice, rejected.stats)
+        unsure_R = verified.unsure_R
+        return verified.replace(
+            next_R=jnp.where(unsure_R, choice.id, verified.next_R),
+            logprob_RxQ=jnp.where(unsure_R[:, None], logprob_RxQ, verified.logprob_RxQ),
+        )
+
+    return jax.lax.cond(jnp.any(verified.unsure_R), settled, lambda: verified)
+
+
+def from_candidates(
+    hidden_NxH: jax.Array,
+    head: Head,
+    rows: Rows,
+    drafts: Drafts | None,
+    temperature_R: jax.Array,
+    seed: Key,
+    sampler: str,
+    backend: str = "auto",
+) -> tuple[Verified, Rejected | None]:
+    """`fused_verify` but for the next token of requests that are `unsure_R`."""
     rejection = drafts is not None and sampler == "rejection"
     query = _query(rows, drafts, temperature_R, seed, rejection)
     stats = row_statistics(hidden_NxH, head, query, backend)
@@ -93,17 +131,23 @@ def fused_verify(
         verified = jnp.arange(rows.block) < rows.count_R[:, None] - 1
         accepted_R = jnp.sum(jnp.cumprod(accept_N[block_RxQ] & verified, axis=1), axis=1)
     row_R = jnp.take_along_axis(block_RxQ, accepted_R[:, None], axis=1)[:, 0]
-    at_row = jax.tree.map(lambda a: a[row_R], (stats, query, best_N))
-    chosen = at_row[2]
+    stats_R, query_R, choice = jax.tree.map(lambda a: a[row_R], (stats, query, best_N))
+    rejected, unsure_R = None, jnp.zeros(accepted_R.shape, bool)
     if rejection:
+        rejected = Rejected(row_R, jnp.minimum(accepted_R, drafts.token_RxK.shape[1] - 1), stats_R, query_R)
+        residual, sure_R = _residual_among_candidates(rejected, drafts)
         rejected_R = (accepted_R < rows.count_R - 1) & (temperature_R > 0)
-        residual = _residual(hidden_NxH[row_R], head, *at_row[:2], drafts, accepted_R, rejected_R)
-        chosen = jax.tree.map(lambda a, b: jnp.where(rejected_R, a, b), residual, chosen)
-    log_total_R = at_row[0].log_total_N
+        choice = jax.tree.map(lambda a, b: jnp.where(rejected_R, a, b), residual, choice)
+        unsure_R = rejected_R & ~sure_R
     drafted_RxQ = (stats.token_logit_N - stats.log_total_N)[block_RxQ]
-    next_here = jnp.arange(rows.block) == accepted_R[:, None]
-    logprob_RxQ = jnp.where(next_here, (chosen.logit - log_total_R)[:, None], drafted_RxQ)
-    return Verified(accepted_R, chosen.id, logprob_RxQ)
+    logprob_RxQ = _with_next(drafted_RxQ, accepted_R, choice, stats_R)
+    return Verified(accepted_R, choice.id, logprob_RxQ, unsure_R), rejected
+
+
+def _with_next(logprob_RxQ: jax.Array, accepted_R: jax.Array, choice: Choice, stats: RowStatistics) -> jax.Array:
+    """Log-probabilities of drafts, with the next token's behind the accepted ones."""
+    following = (choice.logit - stats.log_total_N)[:, None]
+    return jnp.where(jnp.arange(logprob_RxQ.shape[1]) == accepted_R[:, None], following, logprob_RxQ)
 
 
 def _query(rows: Rows, drafts: Drafts | None, temperature_R: jax.Array, seed: Key, rejection: bool) -> Query:
@@ -139,53 +183,63 @@ def _accept_sampled(stats: RowStatistics, query: Query, rows: Rows, drafts: Draf
     return jnp.log(uniform(key_N)) < log_p_N - log_q_N
 
 
-def _residual(
-    hidden_RxH: jax.Array,
-    head: Head,
-    stats: RowStatistics,
-    query: Query,
-    drafts: Drafts,
-    accepted_R: jax.Array,
-    rejected_R: jax.Array,
-) -> Choice:
-    """A token from max(p - q, 0), normalised, where `rejected_R`; all arguments are of the rejected rows.
+def _residual_scores(
+    rejected: Rejected, logit_RxC: jax.Array, id_RxC: jax.Array, q_RxC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """log p + noise and log(p - q) + noise of some tokens; -inf where q is more than p."""
+    stats, query = rejected.stats, rejected.query
+    log_p = logit_RxC / query.temperature_N[:, None] - stats.log_total_warped_N[:, None]
+    left = jnp.exp(log_p) - q_RxC
+    noise = gumbel(tuple(word[:, None] for word in query.key_N), id_RxC).astype(log_p.dtype)
+    return log_p + noise, jnp.where(left > 0, jnp.log(left), -jnp.inf) + noise
 
-    Where rounding leaves no mass, from p: there p and q are equal.
-    """
-    slot_R = jnp.minimum(accepted_R, drafts.token_RxK.shape[1] - 1)
 
-    def scores(logit_RxC: jax.Array, id_RxC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """log p + noise and log(p - q) + noise."""
-        log_p = logit_RxC / query.temperature_N[:, None] - stats.log_total_warped_N[:, None]
-        left = jnp.exp(log_p) - _law(drafts, slot_R, id_RxC)
-        noise = gumbel(tuple(word[:, None] for word in query.key_N), id_RxC).astype(log_p.dtype)
-        return log_p + noise, jnp.where(left > 0, jnp.log(left), -jnp.inf) + noise
-
-    _, score_RxC = scores(stats.logit_NxC, stats.id_NxC)
-    chosen = _best(score_RxC, stats.id_NxC, stats.logit_NxC)
+def _residual_among_candidates(rejected: Rejected, drafts: Drafts) -> tuple[Choice, jax.Array]:
+    """A draw from max(p - q, 0), normalised, if it is a candidate; whether it is."""
+    stats = rejected.stats
+    q_RxC = _law_at(drafts, rejected.draft_R, stats.id_NxC)
+    _, score_RxC = _residual_scores(rejected, stats.logit_NxC, stats.id_NxC, q_RxC)
     sure_R = jnp.max(score_RxC, axis=-1) > stats.bound_N - stats.log_total_warped_N
-
-    def from_logits() -> Choice:
-        logits = head.logits(hidden_RxH).astype(stats.logit_NxC.dtype)
-        id_RxV = jnp.broadcast_to(jnp.arange(head.vocab_size, dtype=jnp.int32), logits.shape)
-        plain, score = scores(logits, id_RxV)
-        return _best(jnp.where(jnp.any(score > -jnp.inf, axis=-1, keepdims=True), score, plain), id_RxV, logits)
-
-    unsure_R = rejected_R & ~sure_R
-    full = jax.lax.cond(jnp.any(unsure_R), from_logits, lambda: chosen)
-    return jax.tree.map(lambda a, b: jnp.where(unsure_R, a, b), full, chosen)
+    return _best(score_RxC, stats.id_NxC, stats.logit_NxC), sure_R
 
 
-def _law(drafts: Drafts, slot_R: jax.Array, id_RxC: jax.Array) -> jax.Array:
-    """`[R, C]` q of each request's draft `slot_R` at some target ids."""
-    request = jnp.arange(len(slot_R))
-    token_Rx1 = drafts.token_RxK[request, slot_R][:, None]
+def _residual_from_logits(hidden_RxH: jax.Array, head: Head, rejected: Rejected, drafts: Drafts) -> Choice:
+    """The same draw over all tokens. Where rounding leaves no mass, from p: there p and q are equal."""
+    logits = head.logits(hidden_RxH).astype(rejected.stats.logit_NxC.dtype)
+    id_RxV = jnp.broadcast_to(jnp.arange(head.vocab_size, dtype=jnp.int32), logits.shape)
+    plain, score = _residual_scores(rejected, logits, id_RxV, _law(drafts, rejected.draft_R, head.vocab_size))
+    return _best(jnp.where(jnp.any(score > -jnp.inf, axis=-1, keepdims=True), score, plain), id_RxV, logits)
+
+
+def _place(drafts: Drafts, id_RxC: jax.Array) -> jax.Array:
+    """Draft ids of target ids; of those that the drafter does not know, some draft id."""
+    place = jnp.searchsorted(drafts.token_ids_Vd, id_RxC)
+    return jnp.minimum(place, len(drafts.token_ids_Vd) - 1)
+
+
+def _law_at(drafts: Drafts, draft_R: jax.Array, id_RxC: jax.Array) -> jax.Array:
+    """`[R, C]` q of each request's draft `draft_R` at some target ids."""
+    request_Rx1, draft_Rx1 = jnp.arange(len(draft_R))[:, None], draft_R[:, None]
+    token_Rx1 = drafts.token_RxK[request_Rx1, draft_Rx1]
     if isinstance(drafts.warped_RxKxVd, tuple):
         return (id_RxC == token_Rx1).astype(drafts.log_q_RxK.dtype)
-    place = jnp.searchsorted(drafts.token_ids_Vd, jnp.concatenate([id_RxC, token_Rx1], axis=1))
-    place = jnp.minimum(place, len(drafts.token_ids_Vd) - 1)
-    known_RxC = drafts.token_ids_Vd[place[:, :-1]] == id_RxC
-    warped = drafts.warped_RxKxVd[request[:, None], slot_R[:, None], place]
-    # log q of the drafted token gives the sum that normalises q.
-    log_q = warped[:, :-1] - warped[:, -1:] + drafts.log_q_RxK[request, slot_R][:, None]
-    return jnp.where(known_RxC, jnp.exp(log_q), 0)
+    place = _place(drafts, id_RxC)
+    log_q = drafts.warped_RxKxVd[request_Rx1, draft_Rx1, place] - _log_total(drafts, draft_R)
+    return jnp.where(drafts.token_ids_Vd[place] == id_RxC, jnp.exp(log_q), 0)
+
+
+def _law(drafts: Drafts, draft_R: jax.Array, vocab_size: int) -> jax.Array:
+    """`[R, V]` q of each request's draft `draft_R`."""
+    if isinstance(drafts.warped_RxKxVd, tuple):
+        return _law_at(drafts, draft_R, jnp.arange(vocab_size)[None])
+    q = jnp.exp(drafts.warped_RxKxVd[jnp.arange(len(draft_R)), draft_R] - _log_total(drafts, draft_R))
+    if q.shape[1] == vocab_size:
+        return q
+    return jnp.zeros((len(draft_R), vocab_size), q.dtype).at[:, drafts.token_ids_Vd].set(q)
+
+
+def _log_total(drafts: Drafts, draft_R: jax.Array) -> jax.Array:
+    """`[R, 1]` log of the sum of the exponentials of each request's warped draft logits: the drafted token tells."""
+    request = jnp.arange(len(draft_R))
+    place_R = _place(drafts, drafts.token_RxK[request, draft_R])
+    return (drafts.warped_RxKxVd[request, draft_R, place_R] - drafts.log_q_RxK[request, draft_R])[:, None]

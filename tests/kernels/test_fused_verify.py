@@ -1,6 +1,6 @@
 """Fused verification against the engine's own from logits in memory, and its TPU kernel against jnp."""
 
-import dataclasses
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify, reference, row_statistics, serves, tpu
-from pallas_kernels.fused_verify import verify as verify_module
-from pallas_kernels.targets import full_size_head
+from pallas_kernels import report
+from pallas_kernels.fused_verify import Head, Query, fused_verify, reference, serves, tpu
 from pallas_kernels.warp import Warp
-from tests.decoding.laws import PASS, chi_square
-from tests.kernels.rounds import Sizes, from_logits, random_round
+from tests.decoding.laws import FAIL, PASS, chi_square
+from tests.kernels.rounds import Sizes, from_logits, propose, random_round
 from tests.kernels.targets import compile_tpu, every_tpu, has_kernel, needs_libtpu, tpu_interpreter
 
 SMALL = [
@@ -81,19 +80,131 @@ def test_a_residual_that_no_candidate_wins_is_found_in_the_logits(depth, spread,
     assert_same(got, from_logits(*arguments, "rejection"), arguments[2], arguments[3])
 
 
-def unsure(sizes: Sizes, spread: float, monkeypatch) -> tuple[int, int]:
-    """Rejected requests whose residual took their logits, and all rejected ones."""
-    seen = []
+def test_candidates_nearly_always_suffice():
+    """Half a thousand candidates hold the residual's winner unless q is so close to p that rejections are rare."""
+    sizes = Sizes(requests=128, drafts=1, width=16, vocab=16_384)
+    rejected = unsure = 0
+    for seed in range(4):
+        arguments = random_round(sizes, seed, [2] * 128, [1.0] * 128, "rejection", spread=0.3)
+        got = fused(*arguments, "rejection")
+        rejected += int(jnp.sum(got.accepted_R == 0))
+        unsure += int(jnp.sum(got.unsure_R))
+    assert rejected > 20 and unsure <= 0.03 * rejected
 
-    def counting(flags, yes, no):
-        seen.append(flags)
-        return no()
 
-    everyone = [sizes.drafts + 1] * sizes.requests, [1.0] * sizes.requests
-    arguments = random_round(sizes, 0, *everyone, "rejection", spread)
-    real = jax.lax.cond
-    with monkeypatch.context() as patch:
-        patch.setattr(verify_module.jax.lax, "cond", counting)
-        fused_verify(*arguments, "rejection", "xla")
-    assert real is jax.lax.cond
-    return seen
+@pytest.mark.parametrize("backend", ["tpu", "xla"])
+def test_the_law_is_the_targets(backend):
+    """Drafts from another law; what comes out is one or two tokens of the target's, whose rows are all alike."""
+    trials, vocab = 3000, 8
+    sizes = Sizes(requests=trials, drafts=1, width=4, vocab=vocab)
+    rng = np.random.default_rng(0)
+    _, head, rows, _, temperature, key = random_round(sizes, 0, [2] * trials, [1.3] * trials, "rejection")
+    hidden = jnp.broadcast_to(jnp.asarray(rng.normal(size=4) * 1.3, jnp.float32), (2 * trials, 4))
+    noise = jnp.broadcast_to(jnp.asarray(rng.normal(size=vocab), jnp.float32), (trials, 1, vocab))
+    drafts = propose(hidden, head, rows, temperature, key, "rejection", noise, 1)
+    with tpu_interpreter() if backend == "tpu" else contextlib.nullcontext():
+        got = fused(hidden, head, rows, drafts, temperature, key, "rejection", backend)
+    accepted = np.asarray(got.accepted_R)
+    logits = np.asarray(head.logits(hidden[:1]), np.float64)[0] / 1.3
+    p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    first = np.where(accepted == 1, np.asarray(drafts.token_RxK)[:, 0], np.asarray(got.next_R))
+    assert trials * 0.2 < accepted.sum() < trials * 0.95
+    assert chi_square(first, p) > PASS
+    assert chi_square(np.asarray(got.next_R)[accepted == 1], p) > PASS
+    assert chi_square(np.asarray(drafts.token_RxK)[:, 0], p) < FAIL
+
+
+def test_certain_drafts_leave_p_without_the_draft():
+    sizes = Sizes(requests=400, drafts=1, width=4, vocab=331)
+    hidden, head, rows, drafts, temperature, key = random_round(sizes, 1, [2] * 400, [1.0] * 400, "rejection")
+    log_q = jnp.zeros_like(drafts.log_q_RxK)
+    got = fused(hidden, head, rows, drafts.replace(warped_RxKxVd=(), log_q_RxK=log_q), temperature, key, "rejection")
+    point = jnp.where(jnp.arange(331) == drafts.token_RxK[..., None], 0.0, -jnp.inf)
+    as_law = drafts.replace(warped_RxKxVd=point, log_q_RxK=log_q)
+    assert_same(got, from_logits(hidden, head, rows, as_law, temperature, key, "rejection"), rows, drafts)
+
+
+def test_serves_what_only_temperatures_change():
+    zero = jnp.zeros(2)
+    plain = Warp(jnp.asarray([0.0, 1.3]), zero.astype(jnp.int32), zero + 1, zero)
+    assert serves(plain)
+    assert serves(plain.replace(top_k=jnp.asarray([3, 0])))  # greedy: top-k changes nothing
+    assert not serves(plain.replace(top_k=jnp.asarray([0, 3])))
+    assert not serves(plain.replace(top_p=jnp.asarray([1.0, 0.9])))
+    assert not serves(plain.replace(min_p=jnp.asarray([0.0, 0.1])))
+
+
+# ---------------------------------------------------------------------------------------------- the TPU kernel
+
+
+def random_query(rng: np.random.Generator, num_rows: int, vocab: int) -> Query:
+    words = tuple(jnp.asarray(rng.integers(0, 2**32, num_rows), jnp.uint32) for _ in range(2))
+    noisy = jnp.asarray(rng.integers(0, 2, num_rows), bool)
+    temperature = jnp.where(noisy, jnp.asarray(rng.choice([0.6, 1.0, 1.4], num_rows), jnp.float32), 1)
+    return Query(jnp.asarray(rng.integers(0, vocab, num_rows), jnp.int32), temperature, noisy, words)
+
+
+def compare_statistics(sizes: Sizes, num_rows: int, seed: int) -> None:
+    """The kernel's statistics in the interpreter are the reference's, for the same hidden states and noise."""
+    rng = np.random.default_rng(seed)
+    shape = (sizes.width, sizes.vocab) if sizes.transposed else (sizes.vocab, sizes.width)
+    # Eighths of small whole numbers: float32 sums of their products are exact in any order.
+    weight = jnp.asarray(rng.integers(-8, 9, shape) / 8, sizes.dtype)
+    hidden = jnp.asarray(rng.integers(-8, 9, (num_rows, sizes.width)) / 8, sizes.dtype)
+    head = Head(weight, sizes.vocab - sizes.padding, sizes.softcap, sizes.transposed)
+    query = random_query(rng, num_rows, head.num_tokens)
+    want = statistics["xla"](hidden, head, query)
+    with tpu_interpreter():
+        got = jax.block_until_ready(statistics["tpu"](hidden, head, query))
+    for name in ("log_total_N", "log_total_warped_N", "token_logit_N", "score_NxC"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=2e-5, err_msg=name)
+    # Near-ties of noisy scores may stand in either order; ties of logits may not.
+    same = np.asarray(got.id_NxC == want.id_NxC) | ~np.isfinite(np.asarray(want.score_NxC))
+    assert same.mean() > 0.999
+    assert same[~np.asarray(query.noisy_N)].all()
+    np.testing.assert_allclose(np.where(same, got.logit_NxC, 0), np.where(same, want.logit_NxC, 0), rtol=1e-6)
+
+
+@small
+def test_kernel_statistics_are_the_references(sizes):
+    rows = sizes.requests * (sizes.drafts + 1)
+
+    @settings(max_examples=5, deadline=None, derandomize=True)
+    @given(st.integers(0, 2**16))
+    def check(seed):
+        compare_statistics(sizes, rows, seed)
+
+    check()
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 300])
+def test_kernel_with_any_number_of_rows(num_rows):
+    """300 rows do not fit one tile of rows."""
+    compare_statistics(Sizes(0, 0, width=8, vocab=200, dtype="bfloat16"), num_rows, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [49_152, 151_936])
+def test_kernel_at_real_vocabularies(vocab):
+    compare_statistics(Sizes(0, 0, width=64, vocab=vocab, dtype="bfloat16"), num_rows=8, seed=0)
+
+
+@samplers
+def test_kernel_rounds(sampler):
+    """From hidden states to tokens through the kernel."""
+    sizes = SMALL[1]
+    arguments = random_round(sizes, 7, [4, 0, 2, 1, 4], [1.0, 0.0, 0.7, 1.0, 0.0], sampler)
+    with tpu_interpreter():
+        got = jax.block_until_ready(fused(*arguments, sampler, "tpu"))
+    assert_same(got, from_logits(*arguments, sampler), arguments[2], arguments[3])
+
+
+@needs_libtpu
+@every_tpu
+@pytest.mark.parametrize("model", report.MODELS)
+def test_kernel_compiles_at_full_size(model, chip):
+    """And its head is the only large array: nothing as large as one row per token of the vocabulary is kept."""
+    hidden, head, query = report.row_arguments(model, 128)
+    compiled = compile_tpu(chip, tpu.row_statistics, hidden, head, query)
+    assert has_kernel(compiled)
+    assert compiled.memory_analysis().temp_size_in_bytes < 128 * head.vocab_size * 2 / 4
