@@ -165,10 +165,11 @@ def _kernel(
 
 
 def _insert(kept: list[list[jax.Array]], new: list[jax.Array]) -> list[list[jax.Array]]:
-    """The best of each lane by score, best first; of equal ones the older, whose id is smaller."""
-    out = []
-    for old in kept:
-        better = new[0] > old[0]
-        out.append([jnp.where(better, a, b) for a, b in zip(new, old, strict=True)])
-        new = [jnp.where(better, b, a) for a, b in zip(new, old, strict=True)]
+    """The best of each lane by score, best first; of equal ones the older first, whose id is smaller."""
+    better = [new[0] > old[0] for old in kept]  # behind its place as well
+    out = [[jnp.where(better[0], a, b) for a, b in zip(new, kept[0], strict=True)]]
+    for d in range(1, len(kept)):
+        # The one before moves down, unless it stays; then the new one may stand here.
+        moved = [jnp.where(better[d - 1], a, b) for a, b in zip(kept[d - 1], new, strict=True)]
+        out.append([jnp.where(better[d], a, b) for a, b in zip(moved, kept[d], strict=True)])
     return out
