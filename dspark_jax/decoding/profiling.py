@@ -1,5 +1,6 @@
 """What rounds cost on the devices at hand: the serving programs themselves, timed at every size (paper section 4)."""
 
+import dataclasses
 import functools
 import hashlib
 import time
@@ -12,7 +13,7 @@ import numpy as np
 
 from dspark_jax.decoding.round import Slots, decode
 from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
-from dspark_jax.decoding.schedule import Policy, SlotSchedule
+from dspark_jax.decoding.schedule import SlotSchedule
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.scheduling.cost_model import CostTable, Stamp, profile
@@ -78,7 +79,7 @@ class _Timer:
 
     def __init__(self, engine: "Engine", repeats: int):
         self.engine, self.repeats = engine, repeats
-        self.policy = Policy(engine.policy.sampler, Strategy("load_aware"))
+        self.policy = dataclasses.replace(engine.policy, strategy=Strategy("load_aware"))
         self.plain = functools.cache(self._plain)
         self.drafted = functools.cache(self._drafted)
         self.draft = functools.cache(self._draft)

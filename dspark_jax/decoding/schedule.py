@@ -29,6 +29,7 @@ class Policy:
 
     sampler: str
     strategy: Strategy
+    kernels: str = "xla"  # or "tpu"
 
     @property
     def scheduled(self) -> bool:

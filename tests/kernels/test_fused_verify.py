@@ -22,7 +22,12 @@ SMALL = [
     Sizes(requests=4, drafts=1, width=24, vocab=1100, softcap=4.0, transposed=True),
     Sizes(requests=1, drafts=16, width=8, vocab=640, spoken=2, softcap=4.0, dtype="bfloat16"),
 ]
-small = pytest.mark.parametrize("sizes", SMALL, ids=lambda s: f"{s.requests}x{s.drafts}-{s.vocab}-{s.dtype}")
+
+
+def name_of(sizes: Sizes) -> str:
+    return f"{sizes.requests}x{sizes.drafts}-{sizes.vocab}-{sizes.dtype}"
+
+
 samplers = pytest.mark.parametrize("sampler", ["rejection", "coupled"])
 
 fused = jax.jit(fused_verify, static_argnames=("sampler", "backend"))
@@ -50,8 +55,11 @@ def rounds_of(sizes: Sizes):
 # ------------------------------------------------------------------------------------ the algorithm, anywhere
 
 
-@samplers
-@small
+@pytest.mark.parametrize(
+    ("sizes", "sampler"),
+    [*((sizes, "rejection") for sizes in SMALL), (SMALL[1], "coupled"), (SMALL[3], "coupled")],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
 def test_picks_the_tokens_that_logits_in_memory_give(sizes, sampler):
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(rounds_of(sizes))
@@ -69,8 +77,7 @@ def test_plain_decoding(sampler):
     assert_same(fused(*arguments), from_logits(*arguments), rows, None)
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.5])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "spread"), [(1, 0.5), (2, 0.05)])
 def test_a_residual_that_no_candidate_wins_is_found_in_the_logits(depth, spread, monkeypatch):
     """With few candidates of many tokens, and q close to p, they often do not suffice."""
     monkeypatch.setattr(reference, "DEPTH", depth)
@@ -121,8 +128,8 @@ def test_the_law_is_the_targets(backend, rounds):
 
 
 def test_certain_drafts_leave_p_without_the_draft():
-    sizes = Sizes(requests=400, drafts=1, width=4, vocab=331)
-    hidden, head, rows, drafts, temperature, key = random_round(sizes, 1, [2] * 400, [1.0] * 400, "rejection")
+    sizes = Sizes(requests=64, drafts=1, width=4, vocab=331)
+    hidden, head, rows, drafts, temperature, key = random_round(sizes, 1, [2] * 64, [1.0] * 64, "rejection")
     log_q = jnp.zeros_like(drafts.log_q_RxK)
     got = fused(hidden, head, rows, drafts.replace(warped_RxKxVd=(), log_q_RxK=log_q), temperature, key, "rejection")
     point = jnp.where(jnp.arange(331) == drafts.token_RxK[..., None], 0.0, -jnp.inf)
@@ -171,7 +178,7 @@ def compare_statistics(sizes: Sizes, num_rows: int, seed: int) -> None:
     np.testing.assert_allclose(np.where(same, got.logit_NxC, 0), np.where(same, want.logit_NxC, 0), rtol=1e-6)
 
 
-@small
+@pytest.mark.parametrize("sizes", SMALL, ids=name_of)
 def test_kernel_statistics_are_the_references(sizes):
     rows = sizes.requests * (sizes.drafts + 1)
 
@@ -195,10 +202,9 @@ def test_kernel_at_real_vocabularies(vocab):
     compare_statistics(Sizes(0, 0, width=64, vocab=vocab, dtype="bfloat16"), num_rows=8, seed=0)
 
 
-@samplers
-def test_kernel_rounds(sampler):
+def test_kernel_rounds():
     """From hidden states to tokens through the kernel."""
-    sizes = SMALL[1]
+    sizes, sampler = SMALL[1], "rejection"
     arguments = random_round(sizes, 7, [4, 0, 2, 1, 4], [1.0, 0.0, 0.7, 1.0, 0.0], sampler)
     with tpu_interpreter():
         got = jax.block_until_ready(fused(*arguments, sampler, "tpu"))

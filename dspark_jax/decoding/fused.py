@@ -1,0 +1,43 @@
+"""Verification by the kernel that reads the head once, where nothing asks for the logits themselves."""
+
+from collections.abc import Callable
+
+import jax
+
+from dspark_jax.decoding.draft import Proposal
+from dspark_jax.decoding.sampling import SlotSampling
+from dspark_jax.decoding.verify import Verdict
+from dspark_jax.models.layers import Params
+from dspark_jax.models.target import Decoder
+from pallas_kernels.fused_verify import Drafts, Head, fused_verify, serves
+from pallas_kernels.ragged_attention import Rows
+
+
+def target_head(target: Decoder, params: Params, num_tokens: int) -> Head:
+    """The head of `Decoder.logits`, as the kernel wants it."""
+    config = target.config
+    weight = params["embedding"] if config.tied else params["lm_head"]["kernel"]
+    return Head(weight, num_tokens, config.softcap, transposed=not config.tied)
+
+
+def verify_hidden(
+    hidden_NxH: jax.Array,
+    head: Head,
+    rows: Rows,
+    proposal: Proposal | None,
+    token_ids_Vd: jax.Array | None,
+    sampling: SlotSampling,
+    sampler: str,
+    from_logits: Callable[[], Verdict],
+) -> Verdict:
+    """`verify` from hidden states; `from_logits` while a request has top-k, top-p or min-p."""
+    drafts = None
+    if proposal is not None:
+        drafts = Drafts(proposal.token_RxK, proposal.log_q_RxK, proposal.warped_RxKxVd, token_ids_Vd)
+
+    def by_kernel() -> Verdict:
+        temperature_R = sampling.warp.temperature
+        out = fused_verify(hidden_NxH, head, rows, drafts, temperature_R, sampling.seed, sampler, "tpu")
+        return Verdict(out.accepted_R, out.next_R)
+
+    return jax.lax.cond(serves(sampling.warp), by_kernel, from_logits)
