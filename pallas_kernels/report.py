@@ -81,8 +81,7 @@ def verify_by_xla(hidden, head, count_R, start_R, drafts, temperature_R, seed, *
     from dspark_jax.decoding.verify import verify
 
     rows = ragged_rows(count_R, start_R, len(hidden), drafts.token_RxK.shape[1] + 1)
-    zero = jnp.zeros_like(temperature_R)
-    sampling = SlotSampling(Warp(temperature_R, zero.astype(jnp.int32), zero + 1, zero), seed, zero[:, None])
+    sampling = SlotSampling(Warp.temperatures(temperature_R), seed, temperature_R[:, None])
     proposal = Proposal(drafts.token_RxK, drafts.log_q_RxK, drafts.warped_RxKxVd, drafts.log_q_RxK)
     return verify(head.logits(hidden), rows, proposal, drafts.token_ids_Vd, sampling, sampler)
 
@@ -93,7 +92,7 @@ def verify_by_kernel(
     """`usual`: without the logits of rejected rows that the candidates do not settle."""
     rows = ragged_rows(count_R, start_R, len(hidden), drafts.token_RxK.shape[1] + 1)
     verify = from_candidates if usual else fused_verify
-    out = verify(hidden, head, rows, drafts, temperature_R, seed, sampler)
+    out = verify(hidden, head, rows, drafts, Warp.temperatures(temperature_R), seed, sampler)
     return out[0] if usual else out
 
 

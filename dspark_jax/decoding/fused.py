@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from dspark_jax.decoding.draft import Proposal
 from dspark_jax.decoding.sampling import SlotSampling
@@ -30,14 +31,18 @@ def verify_hidden(
     sampler: str,
     from_logits: Callable[[], Verdict],
 ) -> Verdict:
-    """`verify` from hidden states; `from_logits` while a request has top-k, top-p or min-p."""
+    """`verify` from hidden states; `from_logits` while a request keeps more tokens than the kernel's candidates."""
     drafts = None
     if proposal is not None:
         drafts = Drafts(proposal.token_RxK, proposal.log_q_RxK, proposal.warped_RxKxVd, token_ids_Vd)
 
-    def by_kernel() -> Verdict:
-        temperature_R = sampling.warp.temperature
-        out = fused_verify(hidden_NxH, head, rows, drafts, temperature_R, sampling.seed, sampler, "tpu")
-        return Verdict(out.accepted_R, out.next_R)
+    def by_kernel() -> tuple[Verdict, jax.Array]:
+        out = fused_verify(hidden_NxH, head, rows, drafts, sampling.warp, sampling.seed, sampler, "tpu")
+        return Verdict(out.accepted_R, out.next_R), out.complete
 
-    return jax.lax.cond(serves(sampling.warp), by_kernel, from_logits)
+    def nothing() -> tuple[Verdict, jax.Array]:
+        like = jax.eval_shape(by_kernel)
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+
+    verdict, complete = jax.lax.cond(serves(sampling.warp), by_kernel, nothing)
+    return jax.lax.cond(complete, lambda: verdict, from_logits)

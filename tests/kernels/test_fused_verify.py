@@ -19,7 +19,7 @@ from tests.kernels.targets import compile_tpu, every_tpu, has_kernel, needs_libt
 SMALL = [
     Sizes(requests=5, drafts=3, width=16, vocab=331),
     Sizes(requests=5, drafts=3, width=16, vocab=331, padding=9, spoken=3, dtype="bfloat16"),
-    Sizes(requests=4, drafts=1, width=24, vocab=1100, softcap=4.0, transposed=True),
+    Sizes(requests=4, drafts=1, width=24, vocab=1100, softcap=8.0, transposed=True),
     Sizes(requests=1, drafts=16, width=8, vocab=640, spoken=2, softcap=4.0, dtype="bfloat16"),
 ]
 
@@ -46,10 +46,14 @@ def assert_same(got, want, rows, drafts) -> None:
         np.testing.assert_allclose(got.logprob_RxQ[r, : len(emitted)], expected, rtol=1e-5, atol=1e-5)
 
 
+LIMITS = [(0, 1.0, 0.0), (0, 1.0, 0.0), (5, 1.0, 0.0), (7, 0.8, 0.0), (0, 1.0, 0.1), (20, 0.95, 0.02)]
+
+
 def rounds_of(sizes: Sizes):
     counts = st.lists(st.integers(0, sizes.drafts + 1), min_size=sizes.requests, max_size=sizes.requests)
     temperatures = st.lists(st.sampled_from([0.0, 0.7, 1.0, 1.5]), min_size=sizes.requests, max_size=sizes.requests)
-    return st.tuples(st.integers(0, 2**16), counts, temperatures)
+    limits = st.lists(st.sampled_from(LIMITS), min_size=sizes.requests, max_size=sizes.requests)
+    return st.tuples(st.integers(0, 2**16), counts, temperatures, limits)
 
 
 # ------------------------------------------------------------------------------------ the algorithm, anywhere
@@ -64,16 +68,22 @@ def test_picks_the_tokens_that_logits_in_memory_give(sizes, sampler):
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(rounds_of(sizes))
     def check(drawn):
-        arguments = random_round(sizes, *drawn, sampler)
-        assert_same(fused(*arguments, sampler), from_logits(*arguments, sampler), arguments[2], arguments[3])
+        *drawn, limits = drawn
+        arguments = random_round(sizes, *drawn, sampler, limits=limits)
+        got = fused(*arguments, sampler)
+        if not got.complete:  # flat rows: min-p can keep any number of tokens
+            assert any(min_p for _, _, min_p in limits)
+            return
+        assert_same(got, from_logits(*arguments, sampler), arguments[2], arguments[3])
 
     check()
 
 
 @samplers
 def test_plain_decoding(sampler):
-    hidden, head, rows, _, temperature, key = random_round(SMALL[0], 3, [1, 1, 0, 1, 1], [0, 1, 1, 0.7, 1.5], sampler)
-    arguments = (hidden, head, rows, None, temperature, key, sampler)
+    warped = [0, 1, 1, 0.7, 1.5], sampler, 0.5, LIMITS[1:]
+    hidden, head, rows, _, warp, key = random_round(SMALL[0], 3, [1, 1, 0, 1, 1], *warped)
+    arguments = (hidden, head, rows, None, warp, key, sampler)
     assert_same(fused(*arguments), from_logits(*arguments), rows, None)
 
 
@@ -111,10 +121,10 @@ def test_the_law_is_the_targets(backend, rounds):
     head = random_round(sizes, 0, *everyone, "rejection")[1]
     drafted, first, second = [], [], []
     for seed in range(rounds):
-        _, _, rows, _, temperature_R, key = random_round(sizes, seed, *everyone, "rejection")
-        drafts = propose(hidden, head, rows, temperature_R, key, "rejection", noise, 1)
+        _, _, rows, _, warp, key = random_round(sizes, seed, *everyone, "rejection")
+        drafts = propose(hidden, head, rows, warp, key, "rejection", noise, 1)
         with tpu_interpreter() if backend == "tpu" else contextlib.nullcontext():
-            got = jax.block_until_ready(fused(hidden, head, rows, drafts, temperature_R, key, "rejection", backend))
+            got = jax.block_until_ready(fused(hidden, head, rows, drafts, warp, key, "rejection", backend))
         accepted = np.asarray(got.accepted_R) == 1
         drafted.append(np.asarray(drafts.token_RxK)[:, 0])
         first.append(np.where(accepted, drafted[-1], np.asarray(got.next_R)))
@@ -129,22 +139,32 @@ def test_the_law_is_the_targets(backend, rounds):
 
 def test_certain_drafts_leave_p_without_the_draft():
     sizes = Sizes(requests=64, drafts=1, width=4, vocab=331)
-    hidden, head, rows, drafts, temperature, key = random_round(sizes, 1, [2] * 64, [1.0] * 64, "rejection")
+    hidden, head, rows, drafts, warp, key = random_round(sizes, 1, [2] * 64, [1.0] * 64, "rejection")
     log_q = jnp.zeros_like(drafts.log_q_RxK)
-    got = fused(hidden, head, rows, drafts.replace(warped_RxKxVd=(), log_q_RxK=log_q), temperature, key, "rejection")
+    got = fused(hidden, head, rows, drafts.replace(warped_RxKxVd=(), log_q_RxK=log_q), warp, key, "rejection")
     point = jnp.where(jnp.arange(331) == drafts.token_RxK[..., None], 0.0, -jnp.inf)
     as_law = drafts.replace(warped_RxKxVd=point, log_q_RxK=log_q)
-    assert_same(got, from_logits(hidden, head, rows, as_law, temperature, key, "rejection"), rows, drafts)
+    assert_same(got, from_logits(hidden, head, rows, as_law, warp, key, "rejection"), rows, drafts)
 
 
-def test_serves_what_only_temperatures_change():
-    zero = jnp.zeros(2)
-    plain = Warp(jnp.asarray([0.0, 1.3]), zero.astype(jnp.int32), zero + 1, zero)
+def test_what_is_not_served():
+    plain = Warp.temperatures(jnp.asarray([0.0, 1.3]))
+    nucleus = plain.replace(top_p=jnp.asarray([1.0, 0.9]))
     assert serves(plain)
-    assert serves(plain.replace(top_k=jnp.asarray([3, 0])))  # greedy: top-k changes nothing
-    assert not serves(plain.replace(top_k=jnp.asarray([0, 3])))
-    assert not serves(plain.replace(top_p=jnp.asarray([1.0, 0.9])))
-    assert not serves(plain.replace(min_p=jnp.asarray([0.0, 0.1])))
+    assert serves(plain.replace(top_p=jnp.asarray([0.9, 1.0])))  # greedy: top-p changes nothing
+    assert not serves(nucleus)
+    assert serves(nucleus.replace(top_k=jnp.asarray([0, 20])))
+
+
+@pytest.mark.parametrize("limit", [(600, 1.0, 0.0), (0, 1.0, 1e-6)], ids=["top-k", "min-p"])
+def test_a_limit_beyond_the_candidates_is_reported(limit):
+    sizes = Sizes(requests=2, drafts=1, width=16, vocab=2000)
+    off = (0, 1.0, 0.0)
+    for first, complete in ((off, True), (limit, False)):
+        arguments = random_round(sizes, 0, [2, 2], [1.0, 1.0], "rejection", limits=[first, off])
+        assert fused(*arguments, "rejection").complete == complete
+    arguments = random_round(sizes, 0, [0, 2], [1.0, 1.0], "rejection", limits=[limit, off])
+    assert fused(*arguments, "rejection").complete  # nobody reads the request without rows
 
 
 # ---------------------------------------------------------------------------------------------- the TPU kernel
