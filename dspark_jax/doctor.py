@@ -96,7 +96,10 @@ def devices() -> Iterator[Check]:
         from dspark_jax.evaluation.report import environment
 
         found = collections.Counter((d.platform, d.device_kind) for d in jax.devices())
+        from pallas_kernels.backends import choose
+
         memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+        kernels, why = choose("auto")
         cpu = environment()["device"]
     except Exception as error:  # a backend that does not start, a package that is missing
         yield Check("devices", "jax", "problem", _reason(error))
@@ -105,6 +108,7 @@ def devices() -> Iterator[Check]:
         size = f", {memory / 2**30:.1f} GiB each" if memory else ""
         what = f"{cpu}, {os.cpu_count()} cores" if name == "cpu" else kind
         yield Check("devices", name, "ok", f"{count} × {what}{size}")
+    yield Check("devices", "kernels", "ok", f"fused_verify by {kernels}: {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------- models

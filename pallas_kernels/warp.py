@@ -17,6 +17,12 @@ class Warp:
     top_p: jax.Array
     min_p: jax.Array
 
+    @classmethod
+    def temperatures(cls, temperature_N: jax.Array) -> "Warp":
+        """Nothing but temperatures."""
+        off = jnp.zeros_like(temperature_N)
+        return cls(temperature_N, off.astype(jnp.int32), off + 1, off)
+
     def rows(self, index_N: jax.Array) -> "Warp":
         return jax.tree.map(lambda a: a[index_N], self)
 

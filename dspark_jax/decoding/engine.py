@@ -28,6 +28,7 @@ from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.parallel import everywhere, on
 from dspark_jax.scheduling.calibration import Temperatures
 from dspark_jax.scheduling.cost_model import CostTable
+from pallas_kernels.backends import KERNELS, choose
 
 PREFILL_CHUNK = 128  # prompt tokens per slot and prefill program; chunks start at its multiples
 STOP_WIDTH = 8  # stop tokens a request may have
@@ -59,7 +60,8 @@ class Engine:
     `max_slots` requests run together; `cache_tokens` rows of keys and values are shared by all of them (default: 1024
     a slot). `max_length` bounds prompt and answer (default: the model's context). `cost_table`: what rounds cost here,
     for the strategies that weigh it ("auto" then is "load_aware"; the others measure one at start where it is missing);
-    `temperatures`: the drafter's calibration. `sink`: gets the features of all accepted rows.
+    `temperatures`: the drafter's calibration. `sink`: gets the features of all accepted rows. `kernels`: "auto" (of the
+    device, where there are some), "tpu" or "xla".
     Raises UserError on parts that do not fit together.
     """
 
@@ -78,6 +80,7 @@ class Engine:
         cost_table: CostTable | None = None,
         temperatures: Temperatures | None = None,
         sink: Sink | None = None,
+        kernels: str = "auto",
     ):
         if sampler not in SAMPLERS:
             raise UserError(f"unknown sampler {sampler!r}: known are {', '.join(SAMPLERS)}")
@@ -87,7 +90,10 @@ class Engine:
             drafter = load_drafter(drafter, target)
         if drafter:
             check_fit(drafter.config, target)
-        self.policy = policy_of(sampler, strategy, drafter, cost_table)
+        if kernels not in KERNELS:
+            raise UserError(f"unknown kernels {kernels!r}: known are {', '.join(KERNELS)}")
+        chosen, _ = choose(kernels, jax.tree.leaves(target.params))
+        self.policy = policy_of(sampler, strategy, drafter, cost_table, chosen)
         kind = self.policy.strategy
         drafter = None if kind.name == "off" else drafter
         self.drafts = 0 if drafter is None else int(kind.value) if kind.name == "fixed" else drafter.config.num_drafts

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dspark_jax.decoding.adjust import Adjust, adjusted, forbid_padding
 from dspark_jax.decoding.caches import Pools, view_pools, write_pools
 from dspark_jax.decoding.draft import Proposal, look_up, propose
+from dspark_jax.decoding.fused import target_head, verify_hidden
 from dspark_jax.decoding.sampling import SlotSampling
 from dspark_jax.decoding.schedule import Policy, SlotSchedule, plan
 from dspark_jax.decoding.sink import RowFeatures, tap_rows
@@ -294,11 +295,19 @@ def _verified(
     rows = ragged_rows(count_R, slots.length_R - 1, num_rows, block_RxQ.shape[1])
     token_N = block_RxQ[rows.slot_N, rows.offset_N]
     output = target_rows(models, weights, caches, table_RxC, token_N, rows, slots.length_R - 1)
-    raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
-    raw = forbid_padding(raw, models.num_tokens)
-    logits = _adjust_rows(models, slots, raw, rows, block_RxQ)
     token_ids = weights.borrowed.token_ids_Vd if weights.borrowed is not None else None
-    verdict = verify(logits, rows, proposal, token_ids, slots.sampling, policy.sampler)
+    judge = (rows, proposal, token_ids, slots.sampling, policy.sampler)
+
+    def from_logits() -> tuple[Verdict, jax.Array]:
+        raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
+        raw = forbid_padding(raw, models.num_tokens)
+        return verify(_adjust_rows(models, slots, raw, rows, block_RxQ), *judge), raw
+
+    if policy.kernels == "tpu" and not slots.adjust and top_logprobs < 0:
+        head = target_head(models.target, weights.target, models.num_tokens)
+        verdict = verify_hidden(output.hidden_NxH, head, *judge, lambda: from_logits()[0])
+    else:
+        verdict, raw = from_logits()
     token_RxQ, emitted_R, remaining_R = _emit(block_RxQ, verdict, slots, slots.remaining_R > 0)
     following = token_RxQ[rows.slot_N, rows.offset_N]
     fresh = fresh_rows(models, weights, output, rows, emitted_R, following, slots.carry)

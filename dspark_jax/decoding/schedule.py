@@ -40,6 +40,7 @@ class Policy:
     sampler: str
     strategy: Strategy
     running: bool = False
+    kernels: str = "xla"  # or "tpu"
 
     @property
     def scheduled(self) -> bool:
@@ -64,7 +65,9 @@ class Policy:
         return row_buckets(slots, drafts) if self.scheduled and drafts else (slots * (drafts + 1),)
 
 
-def policy_of(sampler: str, strategy: str, drafter: Drafter | None, cost_table: CostTable | None) -> Policy:
+def policy_of(
+    sampler: str, strategy: str, drafter: Drafter | None, cost_table: CostTable | None, kernels: str = "xla"
+) -> Policy:
     """The policy that a strategy's name means for these parts. UserError where they do not go together.
 
     "auto": by the costs where they are known, else whole blocks; of a lookup, which matches now and then, what has come
@@ -77,7 +80,7 @@ def policy_of(sampler: str, strategy: str, drafter: Drafter | None, cost_table: 
         strategy = "off" if not block else "load_aware" if cost_table else unpriced
     parsed = parse_strategy(strategy, block, not copies)
     confident = bool(drafter) and getattr(drafter.config, "confidence", False)
-    return Policy(sampler, parsed, running=parsed.name in BY_CONFIDENCE and not confident)
+    return Policy(sampler, parsed, parsed.name in BY_CONFIDENCE and not confident, kernels)
 
 
 @flax.struct.dataclass

@@ -1,0 +1,140 @@
+"""What the kernels save, by compiling for TPUs that are not here: `python -m pallas_kernels.report [--chip=v5e]`.
+
+Every line compares an operation written for XLA with the same operation around its kernel, at a real model's size.
+Temporary bytes are what the program holds beside its arguments and results (XLA's `memory_analysis`); moved bytes are
+what its operations read and write (XLA's `cost_analysis`; for a kernel what its blocks copy).
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify
+from pallas_kernels.fused_verify.verify import from_candidates
+from pallas_kernels.ragged_attention import ragged_rows
+from pallas_kernels.targets import TPUS, compile_tpu, has_kernel, libtpu_installed
+from pallas_kernels.warp import Warp
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The sizes of a target that the operations see."""
+
+    width: int
+    vocab: int
+    softcap: float
+    tied: bool
+
+
+MODELS = {"Qwen3-8B": Model(4096, 151_936, 0.0, False), "Gemma4-12B": Model(3840, 262_144, 30.0, True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One operation at one size on one chip, with its bytes before and after."""
+
+    op: str
+    shape: str
+    chip: str
+    temporary: tuple[int, int]
+    moved: tuple[float, float]
+
+    def __str__(self) -> str:
+        sizes = [f"{before / 1e6:>10.1f} {after / 1e6:>10.1f}" for before, after in (self.temporary, self.moved)]
+        return f"{self.op:<24} {self.shape:<28} {self.chip:<4} {' '.join(sizes)}"
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def row_arguments(name: str, num_rows: int) -> tuple[jax.ShapeDtypeStruct, Head, Query]:
+    """Of `row_statistics`, in bfloat16."""
+    model = MODELS[name]
+    shape = (model.vocab, model.width) if model.tied else (model.width, model.vocab)
+    head = Head(array(*shape, dtype=jnp.bfloat16), model.vocab, model.softcap, not model.tied)
+    word = array(num_rows, dtype=jnp.uint32)
+    query = Query(array(num_rows, dtype=jnp.int32), array(num_rows), array(num_rows, dtype=bool), (word, word))
+    return array(num_rows, model.width, dtype=jnp.bfloat16), head, query
+
+
+def verify_arguments(name: str, requests: int, drafts: int) -> tuple[Any, ...]:
+    """hidden states, head, rows of each request, their first positions, drafts, temperatures, seeds."""
+    hidden, head, _ = row_arguments(name, requests * (drafts + 1))
+    whole, vocab = array(requests, dtype=jnp.int32), head.vocab_size
+    proposal = Drafts(
+        array(requests, drafts, dtype=jnp.int32), array(requests, drafts), array(requests, drafts, vocab),
+        array(vocab, dtype=jnp.int32),
+    )  # fmt: skip
+    word = array(requests, dtype=jnp.uint32)
+    return hidden, head, whole, whole, proposal, array(requests), (word, word)
+
+
+def verify_by_xla(hidden, head, count_R, start_R, drafts, temperature_R, seed, *, sampler: str) -> Any:
+    """The engine's verification, with all logits in memory."""
+    from dspark_jax.decoding.draft import Proposal
+    from dspark_jax.decoding.sampling import SlotSampling
+    from dspark_jax.decoding.verify import verify
+
+    rows = ragged_rows(count_R, start_R, len(hidden), drafts.token_RxK.shape[1] + 1)
+    sampling = SlotSampling(Warp.temperatures(temperature_R), seed, temperature_R[:, None])
+    proposal = Proposal(drafts.token_RxK, drafts.log_q_RxK, drafts.warped_RxKxVd, drafts.log_q_RxK)
+    return verify(head.logits(hidden), rows, proposal, drafts.token_ids_Vd, sampling, sampler)
+
+
+def verify_by_kernel(
+    hidden, head, count_R, start_R, drafts, temperature_R, seed, *, sampler: str, usual: bool = False
+) -> Any:
+    """`usual`: without the logits of rejected rows that the candidates do not settle."""
+    rows = ragged_rows(count_R, start_R, len(hidden), drafts.token_RxK.shape[1] + 1)
+    verify = from_candidates if usual else fused_verify
+    out = verify(hidden, head, rows, drafts, Warp.temperatures(temperature_R), seed, sampler)
+    return out[0] if usual else out
+
+
+def fused_verify_lines(chip: str) -> Iterator[Line]:
+    """Verification of 16 requests with 7 drafts each."""
+    requests, drafts = 16, 7
+    for name, sampler in (("Qwen3-8B", "rejection"), ("Qwen3-8B", "coupled"), ("Gemma4-12B", "coupled")):
+        shapes = verify_arguments(name, requests, drafts)
+        before = compile_tpu(chip, verify_by_xla, *shapes, sampler=sampler)
+        after = compile_tpu(chip, verify_by_kernel, *shapes, sampler=sampler)
+        usual = after if sampler == "coupled" else compile_tpu(
+            chip, verify_by_kernel, *shapes, sampler=sampler, usual=True
+        )  # fmt: skip
+        assert has_kernel(after)
+        shape = f"{name} R={requests} K={drafts}"
+        yield Line(f"fused_verify {sampler}", shape, chip, temporaries(before, after), moved_bytes(before, usual))
+
+
+def temporaries(*programs: jax.stages.Compiled) -> tuple[int, ...]:
+    return tuple(program.memory_analysis().temp_size_in_bytes for program in programs)
+
+
+def moved_bytes(*programs: jax.stages.Compiled) -> tuple[float, ...]:
+    return tuple(program.cost_analysis()["bytes accessed"] for program in programs)
+
+
+# One function for each operation that has a kernel.
+OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (fused_verify_lines,)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chip", choices=sorted(TPUS), default="v5e")
+    chip = parser.parse_args().chip
+    if not libtpu_installed():
+        parser.error("libtpu is not installed: pip install libtpu (a version that goes with jax's)")
+    print(f"{'megabytes':<58} {'temporary':^21} {'moved':^21}")
+    print(f"{'operation':<24} {'size':<28} {'chip':<4} {'XLA':>10} {'kernel':>10} {'XLA':>10} {'kernel':>10}")
+    for lines in OPERATIONS:
+        for line in lines(chip):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

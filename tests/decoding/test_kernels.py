@@ -1,0 +1,55 @@
+"""A round with kernels says what a round without them says, and holds them where it is compiled for a TPU."""
+
+import functools
+
+import jax
+import pytest
+
+from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.round import decode_round
+from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.errors import UserError
+from pallas_kernels.backends import choose
+from tests.kernels.targets import compile_tpu, has_kernel, needs_libtpu, tpu_interpreter
+
+OPTIONS = {"strategy": "fixed:2", "max_slots": 2, "rounds_per_dispatch": 2, "cache_tokens": 128}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_target, tiny_drafter):
+    target = tiny_target(dtype="float32")
+    return target, tiny_drafter(target, "bigram", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["rejection", "coupled"])
+def test_an_engine_with_kernels_says_the_same(models, sampler):
+    prompts = [[1, 2, 3], [7, 8, 9, 10]]
+    params = [SamplingParams(temperature=1.0, seed=5, max_tokens=6), SamplingParams(temperature=0.0, max_tokens=5)]
+    plain = Engine(*models, sampler=sampler, kernels="xla", **OPTIONS).generate(prompts, params)
+    engine = Engine(*models, sampler=sampler, kernels="tpu", **OPTIONS)
+    with tpu_interpreter():
+        by_kernel = engine.generate(prompts, params)
+    assert [c.token_ids for c in by_kernel] == [c.token_ids for c in plain]
+    assert [c.accepted for c in by_kernel] == [c.accepted for c in plain]
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("kernels", "top_logprobs", "held"),
+    [("tpu", -1, True), ("tpu", 2, False), ("xla", -1, False)],
+    ids=["kernels", "the likeliest tokens take the logits themselves", "xla"],
+)
+def test_the_round_of_a_tpu_holds_the_kernel(models, kernels, top_logprobs, held):
+    engine = Engine(*models, kernels=kernels, **OPTIONS)
+    sizes = {"drafts": 2, "context_pages": 2, "top_logprobs": top_logprobs}
+    one_round = functools.partial(decode_round, engine.models, engine.policy, **sizes)
+    assert has_kernel(compile_tpu("v5e", one_round, engine.weights, engine.caches, engine.slots)) == held
+
+
+def test_the_device_decides(models):
+    assert Engine(*models, **OPTIONS).policy.kernels == "xla"
+    assert choose("auto") == ("xla", f"there is no kernel for {jax.devices()[0].platform} devices")
+    assert choose("tpu")[0] == "tpu"
+    with pytest.raises(UserError, match="unknown kernels 'gpu'"):
+        Engine(*models, kernels="gpu", **OPTIONS)
