@@ -112,8 +112,8 @@ def test_bfloat16():
 
 def test_a_request_longer_than_its_table_reads_the_table():
     """Slots that have ended keep their length while the table narrows to what the others need."""
-    q, k, v, prefix = arrays([8, 30, 0])
-    narrow, counts = prefix.replace(table_RxC=prefix.table_RxC[:, :2]), jnp.asarray([2, 5, 2], jnp.int32)
+    q, k, v, prefix = arrays([31, 32, 0])
+    narrow, counts = prefix.replace(table_RxC=prefix.table_RxC[:, :3]), jnp.asarray([2, 5, 2], jnp.int32)
     options = (("causal", False), ("scale", 1.0))
     with tpu_interpreter():
         out = run(tpu.ragged_attention, q, k, v, counts, narrow, BLOCK, options)
