@@ -72,6 +72,10 @@ class _Steps(NamedTuple):
     table_RC: jax.Array
     layer_1: jax.Array
 
+    @property
+    def width(self) -> int:
+        return self.table_RC.shape[0] // self.length_R.shape[0]
+
 
 def ragged_attention(
     q_NxHxD: jax.Array,
@@ -147,9 +151,9 @@ class _View(NamedTuple):
             return jnp.full_like(base, jnp.iinfo(jnp.int32).min // 2)
         return jnp.full_like(base, -self.window) if self.from_anchor else base - self.window + 1
 
-    def mask(self, key: jax.Array, m: jax.Array, base: jax.Array, count: jax.Array, cached: bool) -> jax.Array:
-        """Which keys `[1, C]` the queries `[M, 1]` see, `[M, C]` or `[1, C]`."""
-        visible = key < (0 if cached else count)
+    def mask(self, key: jax.Array, m: jax.Array, base: jax.Array, end: jax.Array, cached: bool) -> jax.Array:
+        """Which keys `[1, C]` the queries `[M, 1]` see, `[M, C]` or `[1, C]`; `end`: of the keys that are there."""
+        visible = key < end
         # Rows are compared times the group, which saves a division: a <= m // group where a * group <= m.
         if self.causal and not cached:
             visible = visible & ((key - base) * self.group <= m)
@@ -158,6 +162,17 @@ class _View(NamedTuple):
         if self.window and self.from_anchor and cached:
             visible = visible & (key >= -self.window)
         return visible
+
+
+class _Scratch(NamedTuple):
+    """What outlives a step: two chunks of pages, and the online softmax of a tile."""
+
+    k_buffer: Any  # [2, P, KV, S, D]
+    v_buffer: Any
+    arrived: Any  # a semaphore for each chunk
+    peak: Any  # [KV, M, 1]
+    total: Any
+    sum: Any  # [KV, M, D]
 
 
 def _call(
@@ -178,6 +193,7 @@ def _call(
     )
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     pages = pltpu.VMEM((2, sizes.pages, *prefix.k_LxPxKVxSxD.shape[2:]), prefix.k_LxPxKVxSxD.dtype)
+    row, rows = (pltpu.VMEM((num_kv, m, width), jnp.float32) for width in (1, dim))
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -185,11 +201,7 @@ def _call(
             grid=(num_steps,),
             in_specs=[at_tile, at_request, at_request, in_hbm, in_hbm],
             out_specs=at_tile,
-            scratch_shapes=[
-                pages, pages, pltpu.SemaphoreType.DMA((2,)),
-                pltpu.VMEM((num_kv, m, 1), jnp.float32), pltpu.VMEM((num_kv, m, 1), jnp.float32),
-                pltpu.VMEM((num_kv, m, dim), jnp.float32),
-            ],
+            scratch_shapes=[_Scratch(pages, pages, pltpu.SemaphoreType.DMA((2,)), row, row, rows)],
         ),
         out_shape=jax.ShapeDtypeStruct(q_UxKVxMxD.shape, q_UxKVxMxD.dtype),
         # Checks of every copy's bounds would double the time that issuing it takes; the tests' interpreter has its own.
@@ -215,84 +227,91 @@ def _cost(q_UxKVxMxD: jax.Array, k_RxKVxQxD: jax.Array, prefix: Prefix, window: 
 
 
 def _kernel(
-    steps: _Steps, q_ref, k_block_ref, v_block_ref, k_pool, v_pool, out_ref, k_buffer, v_buffer, arrived, peak_ref,
-    total_ref, sum_ref, *, view: _View, scale: float, softcap: float,
+    steps: _Steps, q_ref, k_block_ref, v_block_ref, k_pool, v_pool, out_ref, scratch: _Scratch, *, view: _View,
+    scale: float, softcap: float,
 ) -> None:  # fmt: skip
-    """One step: a tile of queries `[KV, M, D]` and the pages of one chunk; `peak`, `total`, `sum`: online softmax."""
+    """One step: a tile of queries `[KV, M, D]` and one chunk of pages; the tile's first step sees to its block too."""
     i, num_steps = pl.program_id(0), pl.num_programs(0)
     num_kv, m, dim = q_ref.shape
-    num_pages, page_size = k_buffer.shape[1], k_buffer.shape[3]
-    width = steps.table_RC.shape[0] // steps.length_R.shape[0]
+    num_pages, page_size = scratch.k_buffer.shape[1], scratch.k_buffer.shape[3]
     tile = steps.tile_T[i]
     request, base = jax.lax.div(tile, view.tiles), jax.lax.rem(tile, view.tiles) * view.tile
     done = (i - steps.first_U[tile]) * num_pages
-    pages = jnp.minimum(steps.pages_U[tile] - done, num_pages)
+    copy_pages = functools.partial(_copy_pages, steps, view=view, pools=(k_pool, v_pool), scratch=scratch)
+    attend = functools.partial(_attend, scratch=scratch, scale=scale, softcap=softcap)
 
-    def copies(step: jax.Array, act: Callable[[Any], None]) -> None:
-        """Starts or awaits the copies of a step's pages."""
-        tile = steps.tile_T[step]
-        done = (step - steps.first_U[tile]) * num_pages
-        first = jax.lax.div(tile, view.tiles) * width + steps.page_U[tile] + done
-
-        def one(j: jax.Array, _: None) -> None:
-            page = steps.table_RC[first + j]
-            for pool, buffer in ((k_pool, k_buffer), (v_pool, v_buffer)):
-                source, target = pool.at[steps.layer_1[0], page], buffer.at[step & 1, j]
-                act(pltpu.make_async_copy(source, target, arrived.at[step & 1]))
-
-        jax.lax.fori_loop(0, jnp.minimum(steps.pages_U[tile] - done, num_pages), one, None)
+    def visible(first: jax.Array, size: int, end: jax.Array, cached: bool) -> jax.Array:
+        key = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
+        return view.mask(key, jax.lax.broadcasted_iota(jnp.int32, (m, 1), 0), base, end, cached)
 
     @pl.when(i == 0)
     def _():
-        # What no copy has filled is masked, but the weight 0 times anything must be 0.
-        v_buffer[...] = jnp.zeros_like(v_buffer)
-        copies(i, lambda copy: copy.start())
+        # Rows that no copy has filled have weight 0, and 0 times them must be 0.
+        scratch.v_buffer[...] = jnp.zeros_like(scratch.v_buffer)
+        copy_pages(i, lambda copy: copy.start())
 
     @pl.when(i + 1 < num_steps)
     def _():
-        copies(i + 1, lambda copy: copy.start())
-
-    def attend(head: int, k: jax.Array, v: jax.Array, visible: jax.Array) -> None:
-        scores = _dot(q_ref[head], k, ((1,), (1,))) * scale
-        scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
-        scores = jnp.where(visible, scores, MASKED)
-        before = peak_ref[head]
-        peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        weights, shrink = jnp.exp(scores - peak), jnp.exp(before - peak)
-        peak_ref[head] = peak
-        total_ref[head] = total_ref[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        sum_ref[head] = sum_ref[head] * shrink + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
-
-    def visible(first: jax.Array, size: int, cached: bool) -> jax.Array:
-        key = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
-        query = jax.lax.broadcasted_iota(jnp.int32, (m, 1), 0)
-        return view.mask(key, query, base, steps.count_R[request], cached)
+        copy_pages(i + 1, lambda copy: copy.start())
 
     @pl.when(done == 0)
     def _():
-        # The block comes first: every real row sees itself, so that from here on no peak is a masked score.
-        peak_ref[...] = jnp.full_like(peak_ref, MASKED)
-        total_ref[...], sum_ref[...] = jnp.zeros_like(total_ref), jnp.zeros_like(sum_ref)
+        scratch.peak[...] = jnp.full_like(scratch.peak, MASKED)
+        scratch.total[...], scratch.sum[...] = jnp.zeros_like(scratch.total), jnp.zeros_like(scratch.sum)
 
         @pl.when(base < steps.count_R[request])
         def _():
-            mask = visible(0, k_block_ref.shape[1], cached=False)
+            # Every real row sees itself: once its block is done, its peak is a score and no mask.
+            mask = visible(0, k_block_ref.shape[1], steps.count_R[request], cached=False)
             for head in range(num_kv):
-                attend(head, k_block_ref[head], v_block_ref[head], mask)
+                attend(head, q_ref[head], k_block_ref[head], v_block_ref[head], mask)
 
-    @pl.when(pages > 0)
+    @pl.when(done < steps.pages_U[tile])
     def _():
-        copies(i, lambda copy: copy.wait())
-        rows = num_pages * page_size
-        mask = visible((steps.page_U[tile] + done) * page_size - steps.length_R[request], rows, cached=True)
+        copy_pages(i, lambda copy: copy.wait())
+        size, length = num_pages * page_size, steps.length_R[request]
+        end = jnp.minimum(steps.width * page_size - length, 0)
+        mask = visible((steps.page_U[tile] + done) * page_size - length, size, end, cached=True)
         for head in range(num_kv):
-            k, v = (buffer[i & 1, :, head].reshape(rows, dim) for buffer in (k_buffer, v_buffer))
-            attend(head, k, v, mask)
+            k, v = (a[i & 1, :, head].reshape(size, dim) for a in (scratch.k_buffer, scratch.v_buffer))
+            attend(head, q_ref[head], k, v, mask)
 
     @pl.when(done + num_pages >= steps.pages_U[tile])
     def _():
-        total = total_ref[...]
-        out_ref[...] = (sum_ref[...] / jnp.where(total > 0, total, 1)).astype(out_ref.dtype)
+        total = scratch.total[...]
+        out_ref[...] = (scratch.sum[...] / jnp.where(total > 0, total, 1)).astype(out_ref.dtype)
+
+
+def _copy_pages(
+    steps: _Steps, step: jax.Array, act: Callable[[Any], None], *, view: _View, pools: tuple, scratch: _Scratch
+) -> None:
+    """Starts or awaits (`act`) the copies of a step's pages."""
+    tile, num_pages, half = steps.tile_T[step], scratch.k_buffer.shape[1], step & 1
+    done = (step - steps.first_U[tile]) * num_pages
+    first = jax.lax.div(tile, view.tiles) * steps.width + steps.page_U[tile] + done
+
+    def one(j: jax.Array, _: None) -> None:
+        page = steps.table_RC[first + j]
+        for pool, buffer in zip(pools, (scratch.k_buffer, scratch.v_buffer), strict=True):
+            act(pltpu.make_async_copy(pool.at[steps.layer_1[0], page], buffer.at[half, j], scratch.arrived.at[half]))
+
+    jax.lax.fori_loop(0, jnp.minimum(steps.pages_U[tile] - done, num_pages), one, None)
+
+
+def _attend(
+    head: int, q_MxD: jax.Array, k_CxD: jax.Array, v_CxD: jax.Array, visible: jax.Array, *, scratch: _Scratch,
+    scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """Takes C more keys into the online softmax of one head."""
+    scores = _dot(q_MxD, k_CxD, ((1,), (1,))) * scale
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    scores = jnp.where(visible, scores, MASKED)
+    before = scratch.peak[head]
+    peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weights, shrink = jnp.exp(scores - peak), jnp.exp(before - peak)
+    scratch.peak[head] = peak
+    scratch.total[head] = scratch.total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+    scratch.sum[head] = scratch.sum[head] * shrink + _dot(weights.astype(v_CxD.dtype), v_CxD, ((1,), (0,)))
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int], tuple[int]]) -> jax.Array:

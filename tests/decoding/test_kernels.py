@@ -24,8 +24,9 @@ def models(tiny_target, tiny_drafter):
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["rejection", "coupled"])
 def test_an_engine_with_kernels_says_the_same(models, sampler):
-    prompts = [[1, 2, 3], [7, 8, 9, 10]]
-    params = [SamplingParams(temperature=1.0, seed=5, max_tokens=6), SamplingParams(temperature=0.0, max_tokens=5)]
+    prompts = [[1, 2, 3], [7, 8, 9, 10], [4, 5]]
+    asked = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9})
+    params = [SamplingParams(**warp, seed=5, max_tokens=6) for warp in asked]
     plain = Engine(*models, sampler=sampler, kernels="xla", **OPTIONS).generate(prompts, params)
     engine = Engine(*models, sampler=sampler, kernels="tpu", **OPTIONS)
     with tpu_interpreter():

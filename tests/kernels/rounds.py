@@ -30,6 +30,18 @@ class Sizes:
     dtype: str = "float32"
 
 
+SMALL = [
+    Sizes(requests=5, drafts=3, width=16, vocab=331),
+    Sizes(requests=5, drafts=3, width=16, vocab=331, padding=9, spoken=3, dtype="bfloat16"),
+    Sizes(requests=4, drafts=1, width=24, vocab=1100, softcap=8.0, transposed=True),
+    Sizes(requests=1, drafts=16, width=8, vocab=640, spoken=2, softcap=4.0, dtype="bfloat16"),
+]
+
+
+def name_of(sizes: Sizes) -> str:
+    return f"{sizes.requests}x{sizes.drafts}-{sizes.vocab}-{sizes.dtype}"
+
+
 def random_round(
     sizes: Sizes, seed: int, counts: list[int], temperatures: list[float], sampler: str, spread=0.5, limits=None
 ):
@@ -75,3 +87,15 @@ def from_logits(hidden, head: Head, rows: Rows, drafts: Drafts | None, warp: War
     logits = head.logits(hidden)
     verdict = verify(logits, rows, proposal, token_ids, sampling, sampler)
     return verdict.accepted_R, verdict.next_R, jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+
+
+def assert_same(got, want, rows, drafts) -> None:
+    """Tokens of requests with rows, and the log-probabilities of what they emit."""
+    accepted, following, log_probs = map(np.asarray, want)
+    live = np.asarray(rows.count_R) > 0
+    np.testing.assert_array_equal(np.asarray(got.accepted_R)[live], accepted[live])
+    np.testing.assert_array_equal(np.asarray(got.next_R)[live], following[live])
+    for r in np.flatnonzero(live):
+        emitted = [*([] if drafts is None else np.asarray(drafts.token_RxK)[r, : accepted[r]]), following[r]]
+        expected = log_probs[int(rows.first_R[r]) + np.arange(len(emitted)), emitted]
+        np.testing.assert_allclose(got.logprob_RxQ[r, : len(emitted)], expected, rtol=1e-5, atol=1e-5)
