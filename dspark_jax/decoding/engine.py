@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decoding.adjust import Adjust
+from dspark_jax.decoding.admission import STOP_WIDTH, admit, next_chunks
 from dspark_jax.decoding.caches import PageAllocator, empty_pools, prefix_keys
 from dspark_jax.decoding.load import Load
 from dspark_jax.decoding.profiling import measure_costs
-from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, new_requests, prompt_token_ids
+from dspark_jax.decoding.requests import Completion, Prompt, Request, StreamEvent, new_requests
 from dspark_jax.decoding.results import features_of, rounds_of
-from dspark_jax.decoding.round import Caches, Emitted, Models, Slots, Weights, decode, empty_carry, prefill
+from dspark_jax.decoding.round import decode, empty_carry, prefill
 from dspark_jax.decoding.sampling import MAX_LOGPROBS, SAMPLERS, SamplingParams, SlotSampling
 from dspark_jax.decoding.schedule import SlotSchedule, policy_of
 from dspark_jax.decoding.sink import Sink, hand_over
+from dspark_jax.decoding.state import Caches, Emitted, Models, Slots, Weights
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit, load_drafter
 from dspark_jax.interop.target_io import Target
@@ -31,7 +32,6 @@ from dspark_jax.scheduling.cost_model import CostTable
 from pallas_kernels.backends import KERNELS, choose
 
 PREFILL_CHUNK = 128  # prompt tokens per slot and prefill program; chunks start at its multiples
-STOP_WIDTH = 8  # stop tokens a request may have
 
 
 def bucket(count: int) -> int:
@@ -326,7 +326,7 @@ class Engine:
             yield from self._end_cancelled([request])
             if not request.ended and not request.prompt_ids:
                 try:
-                    self._prepare(request)
+                    admit(request, self.target, self.context, own_noise=self.policy.shares_budgets)
                 except UserError as error:
                     yield request, request.end("error", self._now(), str(error))
             if request.ended:
@@ -335,34 +335,6 @@ class Engine:
                 filling.append(queue.popleft())
             else:
                 break
-
-    def _prepare(self, request: Request) -> None:
-        """Tokenises a request and checks it. Raises UserError, naming it, when it cannot run here."""
-        config, tokenizer, params, index = self.target.config, self.target.tokenizer, request.params, request.index
-        try:
-            ids = prompt_token_ids(request.prompt, tokenizer, config.vocab_size)
-        except UserError as error:
-            raise UserError(f"prompt {index}: {error}") from None
-        room = self.context - len(ids)
-        stops = () if params.ignore_eos else config.eos_token_ids
-        stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
-        biased = [token for token, _ in params.logit_bias if not 0 <= token < config.vocab_size]
-        checks = {
-            f"has {len(ids)} tokens, the context holds {self.context}: shorten it": room < 1,
-            f"asks for max_tokens={params.max_tokens}, the context holds {self.context}": (
-                params.max_tokens > self.context
-            ),
-            f"has {len(stops)} stop tokens, at most {STOP_WIDTH} are supported": len(stops) > STOP_WIDTH,
-            f"biases token {biased[:1]}, outside the vocabulary of {config.vocab_size}": bool(biased),
-            "has stop strings, but this model has no tokenizer: use stop_token_ids": params.stop and not tokenizer,
-        }
-        failed = next((what for what, fails in checks.items() if fails), None)
-        if failed:
-            raise UserError(f"prompt {index} {failed}")
-        seed = random.getrandbits(64) if params.seed is None else params.seed
-        if self.policy.shares_budgets:  # one seed for all requests must not be one noise for all
-            seed = random.Random(f"{seed} {index}").getrandbits(64)
-        request.admit(ids, seed, min(params.max_tokens, room), stops, tokenizer)
 
     def _take_pages(self, request: Request, filling: list[Request]) -> bool:
         """Pages for a request, those of a known prefix among them. False: it has to wait."""
@@ -427,23 +399,11 @@ class Engine:
         return row
 
     def _prefill(self, requests: list[Request]) -> None:
-        """One chunk of each request's prompt tokens but the last, which is the first round's anchor.
-
-        Chunks end at multiples of PREFILL_CHUNK, wherever they start.
-        """
+        """One chunk of each request's prompt tokens but the last, which is the first round's anchor."""
         slots = min(bucket(len(requests)), self.max_slots)
+        start, count, tokens = next_chunks(requests, slots, PREFILL_CHUNK, bucket)
         table = np.zeros((slots, self.slots.table_RxC.shape[1]), np.int32)
-        start, count = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        parts: list[list[int]] = []
-        for i, request in enumerate(requests):
-            table[i], start[i] = self._table_row(request), request.cached
-            end = min((request.cached // PREFILL_CHUNK + 1) * PREFILL_CHUNK, len(request.prompt_ids) - 1)
-            count[i] = end - request.cached
-            # One token more than the chunk: some drafters read a row's successor.
-            parts.append(request.prompt_ids[request.cached : end + 1])
-        tokens = np.zeros((slots, bucket(max(8, int(count.max()))) + 1), np.int32)
-        for i, part in enumerate(parts):
-            tokens[i, : len(part)] = part
+        table[: len(requests)] = [self._table_row(request) for request in requests]
         empty = jax.tree.map(np.asarray, empty_carry(self.models.drafter, slots - len(requests), self.target.dtype))
         carry = jax.tree.map(lambda *rows: jnp.stack(rows), *[r.carry for r in requests])
         carry = jax.tree.map(lambda rows, rest: jnp.concatenate([rows, rest]), carry, empty)

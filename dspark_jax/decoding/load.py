@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from dspark_jax.decoding.round import Emitted
+from dspark_jax.decoding.state import Emitted
 from dspark_jax.scheduling.cost_model import CostTable, Drift, after_round, is_stale
 from dspark_jax.scheduling.parking import Parking, after_drafted, after_plain, should_draft
 from dspark_jax.scheduling.scheduler import RoundCost, bucket_of

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decoding.round import Slots, decode
+from dspark_jax.decoding.round import decode
 from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
+from dspark_jax.decoding.state import Slots
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.parallel import describe_mesh, everywhere, on

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from dspark_jax.decoding.requests import Round, TokenLogprob
-from dspark_jax.decoding.round import Emitted
 from dspark_jax.decoding.sink import RowFeatures
+from dspark_jax.decoding.state import Emitted
 
 
 def rounds_of(out: Emitted, slot: int, drafted: int, top: int | None) -> list[Round]:

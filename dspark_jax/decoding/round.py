@@ -1,6 +1,5 @@
 """One round, jitted: draft, verify, accept, commit. All state stays on the device; the host reads what was emitted."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,103 +8,23 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decoding.adjust import Adjust, adjusted, forbid_padding
-from dspark_jax.decoding.caches import Pools, view_pools, write_pools
+from dspark_jax.decoding.adjust import adjusted, forbid_padding
+from dspark_jax.decoding.caches import view_pools, write_pools
 from dspark_jax.decoding.draft import Proposal, look_up, propose
 from dspark_jax.decoding.fused import target_head, verify_hidden
-from dspark_jax.decoding.sampling import SlotSampling
-from dspark_jax.decoding.schedule import Policy, SlotSchedule, plan
+from dspark_jax.decoding.schedule import Policy, plan
 from dspark_jax.decoding.sink import RowFeatures, tap_rows
+from dspark_jax.decoding.state import Caches, Emitted, Logprobs, Models, Slots, Weights
 from dspark_jax.decoding.verify import Verdict, block_rows, verify
 from dspark_jax.models.attention import attend_rows
-from dspark_jax.models.drafter import Borrowed, DSpark
+from dspark_jax.models.drafter import DSpark
 from dspark_jax.models.eagle3 import Eagle3
-from dspark_jax.models.layers import KeysValues, Params
+from dspark_jax.models.layers import KeysValues
 from dspark_jax.models.lookup import Lookup
 from dspark_jax.models.target import Decoder, DecoderOutput
 from dspark_jax.parallel import top_k
 from dspark_jax.scheduling.scheduler import RoundCost
 from pallas_kernels.ragged_attention import Rows, ragged_rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Models:
-    """The networks of a round, without their weights (static). `drafter` None: plain decoding.
-
-    `num_tokens`: ids from it on are padding of the vocabulary and never come out. `sink_taps`: which of the target's
-    taps go out with every accepted row (None: no features do); the drafter's own come first.
-    """
-
-    target: Decoder
-    drafter: DSpark | Eagle3 | Lookup | None
-    num_tokens: int
-    sink_taps: tuple[int, ...] | None = None
-
-    @property
-    def reads_history(self) -> bool:
-        """True when the drafter reads the slots' tokens."""
-        return isinstance(self.drafter, Lookup)
-
-    @property
-    def drafts_by_network(self) -> bool:
-        """True when the drafter has weights, and keys and values of its own."""
-        return isinstance(self.drafter, DSpark | Eagle3)
-
-
-@flax.struct.dataclass
-class Weights:
-    """The weights of a round, never changed by it."""
-
-    target: Params
-    drafter: Params = None
-    borrowed: Borrowed | None = None
-
-
-@flax.struct.dataclass
-class Caches:
-    """Target keys and values, and the drafter's keys and values of the same positions (its context)."""
-
-    target: Pools
-    draft: Pools | None
-
-
-@flax.struct.dataclass
-class Slots:
-    """Every slot's request. The cache holds its tokens but the last one, the anchor, which the next round runs."""
-
-    anchor_R: jax.Array  # last committed token
-    length_R: jax.Array  # committed tokens, prompt and anchor included; the anchor stands at length - 1
-    remaining_R: jax.Array  # tokens that may still be emitted; 0 when the request has ended
-    table_RxC: jax.Array  # its pages
-    carry: Any  # what its drafter keeps of the row before the anchor, `[R, ...]`
-    sampling: SlotSampling
-    adjust: Adjust | tuple[()] = ()  # of the logits; `()` while no running request asks for any
-    schedule: SlotSchedule | tuple[()] = ()  # `()` without a scheduler
-    history_RxT: jax.Array | tuple[()] = ()  # its tokens, where they are what the drafter reads
-
-
-@flax.struct.dataclass
-class Logprobs:
-    """Of emitted tokens under the model's own distribution, and of the likeliest tokens in their place."""
-
-    token_RxQ: jax.Array
-    top_id_RxQxT: jax.Array
-    top_RxQxT: jax.Array
-
-
-@flax.struct.dataclass
-class Emitted:
-    """What a dispatch of D rounds produced, for the host."""
-
-    token_DxRxQ: jax.Array
-    count_DxR: jax.Array  # emitted tokens; 0 once a request has ended
-    verified_DxR: jax.Array  # drafts that were verified
-    accepted_DxR: jax.Array  # drafts that were accepted and emitted
-    rows_D: jax.Array  # rows of the target's step, padding included; 0: the round was not needed
-    confidence_DxRxK: jax.Array  # the drafter's logits, before any calibration
-    remaining_R: jax.Array  # after the dispatch
-    logprobs: Logprobs | tuple[()]  # `[D, ...]`; `()` when nobody asked
-    features: RowFeatures | tuple[()]  # `[D, R, Q, ...]` of the anchor and the drafts; `()` without a sink
 
 
 def target_rows(

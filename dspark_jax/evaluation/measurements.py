@@ -14,9 +14,10 @@ from ml_collections import ConfigDict
 from dspark_jax.decoding.draft import Proposal
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.requests import Completion, Prompt
-from dspark_jax.decoding.round import Caches, Models, Slots, Weights, decode, draft, prefill, target_rows
+from dspark_jax.decoding.round import decode, draft, prefill, target_rows
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.schedule import Policy
+from dspark_jax.decoding.state import Caches, Models, Slots, Weights
 from dspark_jax.demo import demo_prompts
 from dspark_jax.errors import UserError
 from dspark_jax.evaluation.metrics import round_stats

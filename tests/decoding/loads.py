@@ -19,9 +19,10 @@ from dspark_jax.decoding import draft as draft_module
 from dspark_jax.decoding import round as round_module
 from dspark_jax.decoding.draft import Proposal
 from dspark_jax.decoding.engine import Engine
-from dspark_jax.decoding.round import Emitted, Models, Slots, decode
+from dspark_jax.decoding.round import decode
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.schedule import Plan, Policy, plan
+from dspark_jax.decoding.state import Emitted, Models, Slots
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target, dense_forward
 from dspark_jax.scheduling.cost_model import CostTable

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from dspark_jax.decoding import admission
 from dspark_jax.decoding import engine as engine_module
 from dspark_jax.decoding.caches import PageAllocator
 from dspark_jax.decoding.engine import Engine
@@ -106,9 +107,9 @@ def test_cancelling_a_running_request(talk, unshared, name):
 
 def test_cancelling_a_queued_request(talk, unshared, monkeypatch):
     seen = []
-    real = engine_module.prompt_token_ids
+    real = admission.prompt_token_ids
     monkeypatch.setattr(
-        engine_module, "prompt_token_ids", lambda prompt, *rest: (seen.append(prompt), real(prompt, *rest))[1]
+        admission, "prompt_token_ids", lambda prompt, *rest: (seen.append(prompt), real(prompt, *rest))[1]
     )
 
     def cancel_last(requests, events):
