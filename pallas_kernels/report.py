@@ -2,7 +2,7 @@
 
 Every line compares an operation written for XLA with the same operation around its kernel, at a real model's size.
 Temporary bytes are what the program holds beside its arguments and results (XLA's `memory_analysis`); moved bytes are
-what its operations read and write (XLA's `cost_analysis`; for a kernel what its blocks copy).
+what its operations read and write on the path usually taken (XLA's `cost_analysis`; for a kernel what its blocks copy).
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Verification from the target's hidden states: logits `[N, V]` are neither written nor read."""
 
 from pallas_kernels.fused_verify.reference import Head, Query, RowStatistics
-from pallas_kernels.fused_verify.verify import BACKENDS, Drafts, Verified, fused_verify, row_statistics, serves
+from pallas_kernels.fused_verify.verify import Drafts, Verified, fused_verify, row_statistics, serves
 
 __all__ = [
-    "BACKENDS", "Drafts", "Head", "Query", "RowStatistics", "Verified", "fused_verify", "row_statistics", "serves",
+    "Drafts", "Head", "Query", "RowStatistics", "Verified", "fused_verify", "row_statistics", "serves",
 ]  # fmt: skip

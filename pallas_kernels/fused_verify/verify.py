@@ -19,8 +19,6 @@ from pallas_kernels.noise import Key, Role, gumbel, position_key, uniform
 from pallas_kernels.ragged_attention import Rows
 from pallas_kernels.warp import Warp, thresholds
 
-BACKENDS = ("auto", "tpu", "xla")
-
 
 @flax.struct.dataclass
 class Drafts:
@@ -102,8 +100,9 @@ def fused_verify(
     """How many drafts of each request the target confirms, and the token that follows them (exact: method.md).
 
     `hidden_NxH`: the target's, after the final norm, of each request's anchor and drafts. The tokens are those that
-    the same seeds give with all logits in memory, but for ties within rounding. Requests without rows get values that
-    mean nothing.
+    the same seeds give with all logits in memory, but for ties within rounding; `serves` says for which warps, and the
+    result's `complete` whether the candidates sufficed for them. Requests without rows get values that mean nothing.
+    `backend`: "auto", "tpu" or "xla", as for `row_statistics`.
     """
     verified, rejected = from_candidates(hidden_NxH, head, rows, drafts, warp, seed, sampler, backend)
     if rejected is None:

@@ -64,16 +64,20 @@ def random_round(
 
 @jax.jit(static_argnames=("sampler", "spoken"))
 def propose(hidden, head, rows: Rows, warp: Warp, key, sampler, noise_RxKxV, spoken) -> Drafts:
-    """Every draft drawn as the engine draws it, from the target's logits plus noise."""
-    token_ids, steps = jnp.arange(0, head.num_tokens, spoken, dtype=jnp.int32), []
-    start = rows.position_N[jnp.minimum(rows.first_R, len(rows.position_N) - 1)]
-    for k in range(noise_RxKxV.shape[1]):
-        at = jnp.minimum(rows.first_R + k, len(hidden) - 1)
-        logits = (head.logits(hidden[at]).astype(jnp.float32) + noise_RxKxV[:, k])[:, token_ids]
-        warped = warps.apply(logits, warp)
-        index = draw(warped, warp.temperature, draft_key(sampler, key, start, k), token_ids)
-        steps.append((token_ids[index], log_prob_of(warped, index), warped))
-    return Drafts(*(jnp.stack(parts, axis=1) for parts in zip(*steps, strict=True)), token_ids)
+    """Every draft drawn as the engine draws it, from the target's logits plus noise: all at once, as R · K requests."""
+    requests, drafts, _ = noise_RxKxV.shape
+    token_ids, slot = jnp.arange(0, head.num_tokens, spoken, dtype=jnp.int32), jnp.tile(jnp.arange(drafts), requests)
+    request = jnp.repeat(jnp.arange(requests), drafts)
+    row = jnp.minimum(rows.first_R[request] + slot, len(hidden) - 1)
+    start = rows.position_N[jnp.minimum(rows.first_R, len(hidden) - 1)][request]
+    logits = head.logits(hidden).astype(jnp.float32)[row] + noise_RxKxV.reshape(len(row), -1)
+    warped = warps.apply(logits[:, token_ids], warp.rows(request))
+    draft_keys = draft_key(sampler, tuple(word[request] for word in key), start, slot)
+    index = draw(warped, warp.temperature[request], draft_keys, token_ids)
+    by_request = (
+        a.reshape(requests, drafts, *a.shape[1:]) for a in (token_ids[index], log_prob_of(warped, index), warped)
+    )
+    return Drafts(*by_request, token_ids)
 
 
 @jax.jit(static_argnames=("sampler",))

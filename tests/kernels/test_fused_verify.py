@@ -34,7 +34,7 @@ def rounds_of(sizes: Sizes):
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_picks_the_tokens_that_logits_in_memory_give(sizes, sampler):
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=15, deadline=None, derandomize=True)
     @given(rounds_of(sizes))
     def check(drawn):
         *drawn, limits = drawn
