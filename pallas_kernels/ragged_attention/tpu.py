@@ -263,8 +263,7 @@ def _kernel(
         def _():
             # Every real row sees itself: once its block is done, its peak is a score and no mask.
             mask = visible(0, k_block_ref.shape[1], steps.count_R[request], cached=False)
-            for head in range(num_kv):
-                attend(head, q_ref[head], k_block_ref[head], v_block_ref[head], mask)
+            _each_head(num_kv, m, lambda head: attend(head, q_ref[head], k_block_ref[head], v_block_ref[head], mask))
 
     @pl.when(done < steps.pages_U[tile])
     def _():
@@ -272,14 +271,26 @@ def _kernel(
         size, length = num_pages * page_size, steps.length_R[request]
         end = jnp.minimum(steps.width * page_size - length, 0)
         mask = visible((steps.page_U[tile] + done) * page_size - length, size, end, cached=True)
-        for head in range(num_kv):
+
+        def one(head: jax.Array | int) -> None:
             k, v = (a[i & 1, :, head].reshape(size, dim) for a in (scratch.k_buffer, scratch.v_buffer))
             attend(head, q_ref[head], k, v, mask)
+
+        _each_head(num_kv, m, one)
 
     @pl.when(done + num_pages >= steps.pages_U[tile])
     def _():
         total = scratch.total[...]
-        out_ref[...] = (scratch.sum[...] / jnp.where(total > 0, total, 1)).astype(out_ref.dtype)
+        out_ref[...] = (scratch.sum[...] * (1 / jnp.where(total > 0, total, 1))).astype(out_ref.dtype)
+
+
+def _each_head(num_kv: int, m: int, act: Callable[[Any], None]) -> None:
+    """Few queries leave the units idle unless the compiler may mix heads; many fill them, and compile sooner."""
+    if m <= LANES:
+        for head in range(num_kv):
+            act(head)
+    else:
+        jax.lax.fori_loop(0, num_kv, lambda head, _: act(head), None)
 
 
 def _copy_pages(

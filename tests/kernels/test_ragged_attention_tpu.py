@@ -102,6 +102,12 @@ def test_a_block_of_several_tiles_as_in_prefill():
     check([11, 4, 9], [24, 0, 13], block=11, num_rows=26, window=7)
 
 
+def test_a_tile_of_many_queries(monkeypatch):
+    """Past 128 queries the heads run in a loop."""
+    monkeypatch.setattr(tpu, "TILE", 512)
+    check([17, 0, 3], [20, 9, 0], block=17, num_rows=22, shape={"heads": 16})
+
+
 def test_one_head_of_keys_and_a_wide_head():
     check([2, 5, 1], [17, 3, 32], shape={"heads": 4, "kv_heads": 1, "dim": 256})
 
@@ -194,7 +200,7 @@ def test_the_kernel_moves_fewer_bytes_than_xla():
     assert len(lines) == len(KINDS) * len(SHAPES)
     for op, size, temporary, moved in lines:
         assert temporary[1] < 5e6, (op, size)  # the blocks' rows, regrouped
-        assert moved[1] < moved[0] / 3, (op, size)
+        assert moved[1] < moved[0] / 2, (op, size)
 
 
 # ------------------------------------------------------------------------------------------------------- the choice
