@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify
 from pallas_kernels.fused_verify.verify import from_candidates
 from pallas_kernels.ragged_attention import ragged_rows
+from pallas_kernels.ragged_attention.report import ragged_attention_lines
 from pallas_kernels.targets import TPUS, compile_tpu, has_kernel, libtpu_installed
 from pallas_kernels.warp import Warp
 
@@ -120,7 +121,12 @@ def moved_bytes(*programs: jax.stages.Compiled) -> tuple[float, ...]:
 
 
 # One function for each operation that has a kernel.
-OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (fused_verify_lines,)
+def attention_lines(chip: str) -> Iterator[Line]:
+    for op, shape, temporary, moved in ragged_attention_lines(compile_tpu, chip):
+        yield Line(op, shape, chip, temporary, moved)
+
+
+OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (fused_verify_lines, attention_lines)
 
 
 def main() -> None:

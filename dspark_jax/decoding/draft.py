@@ -72,14 +72,16 @@ def propose(
     sampler: str,
     num_tokens: int,
     adjust: Callable[[jax.Array, jax.Array], jax.Array] = lambda logits, drafted: logits,
+    attention: str = "auto",
 ) -> Proposal:
     """Drafts `num_tokens` tokens after every slot's anchor, which stands right behind its cached context.
 
     `carry`: what the drafter keeps of each slot's last committed row (`module.carry`). `adjust(logits, drafted)`: what
     the requests change in the logits of a step, given the tokens drafted before it (`[R, K]`, -1 for those to come).
+    `attention`: backend of `ragged_attention`.
     """
-    begin = _begin_block if isinstance(module, DSpark) else _begin_eagle3
-    step, state = begin(module, params, borrowed, anchor_R, prefixes, carry, num_tokens)
+    parts = (module, params, borrowed, anchor_R, prefixes, carry, num_tokens)
+    step, state = _begin_block(*parts, attention) if isinstance(module, DSpark) else _begin_eagle3(*parts)
 
     # A loop, although the steps are few: unrolled they take as many times longer to compile.
     def draft_one(loop, k):
@@ -104,11 +106,12 @@ def _begin_block(
     prefixes: tuple[Prefix, ...],
     carry: Any,
     num_tokens: int,
+    attention: str,
 ) -> tuple[Step, Any]:
     """The parallel pass; a step is the in-block head's."""
     size, slots = module.config.block_size, len(anchor_R)
     rows = ragged_rows(jnp.full(slots, size), prefixes[0].length_R, slots * size, size)
-    attend = attend_rows(module.config.decoder, rows, prefixes)
+    attend = attend_rows(module.config.decoder, rows, prefixes, attention)
     positions = rows.position_N.reshape(slots, size)
 
     def call(method: Callable, *args: Any) -> Any:

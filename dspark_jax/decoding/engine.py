@@ -110,7 +110,8 @@ class Engine:
         if target.tokenizer:
             tokens = min(tokens, target.tokenizer.vocab_size)
         sink_taps = tuple(map(self.target.tap_layers.index, sink_layers)) if sink else None
-        self.models = Models(self.target.module, drafter.module if drafter else None, tokens, sink_taps)
+        attention = "xla" if kernels == "xla" else "auto"
+        self.models = Models(self.target.module, drafter.module if drafter else None, tokens, sink_taps, attention)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
         pool_sizes = (self.pages.total, page_size, target.dtype, target.mesh)
         draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if self.models.drafts_by_network else None

@@ -37,7 +37,7 @@ def target_rows(
     cached_R: jax.Array,
 ) -> DecoderOutput:
     """The target over N rows behind the slots' cached prefixes. Reads the cache, writes nothing."""
-    attend = attend_rows(models.target.config, rows, view_pools(caches.target, table_RxC, cached_R))
+    attend = attend_rows(models.target.config, rows, view_pools(caches.target, table_RxC, cached_R), models.attention)
     return models.target.apply({"params": weights.target}, token_N, rows.position_N, attend)
 
 
@@ -245,7 +245,7 @@ def draft(
     prefixes = view_pools(caches.draft, slots.table_RxC[:, :context_pages], slots.length_R - 1)
     return propose(
         models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefixes, slots.carry, slots.sampling,
-        policy.sampler, drafts, draft_adjustment(models, slots, weights.borrowed.token_ids_Vd),
+        policy.sampler, drafts, draft_adjustment(models, slots, weights.borrowed.token_ids_Vd), models.attention,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ class Models:
     drafter: DSpark | Eagle3 | Lookup | None
     num_tokens: int
     sink_taps: tuple[int, ...] | None = None
+    attention: str = "auto"  # backend of `ragged_attention`
 
     @property
     def reads_history(self) -> bool:

@@ -8,7 +8,9 @@ from pallas_kernels.anchor_attention import anchor_attention
 from pallas_kernels.ragged_attention import Prefix, Rows, ragged_attention
 
 
-def attend_rows(config: DecoderConfig, rows: Rows, prefixes: tuple[Prefix, ...] | None = None) -> LayerAttend:
+def attend_rows(
+    config: DecoderConfig, rows: Rows, prefixes: tuple[Prefix, ...] | None = None, backend: str = "auto"
+) -> LayerAttend:
     """Flat rows over their requests' cached prefixes, one `Prefix` for each kind of attention, and over themselves."""
 
     def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -17,6 +19,7 @@ def attend_rows(config: DecoderConfig, rows: Rows, prefixes: tuple[Prefix, ...] 
         return ragged_attention(
             q, k, v, rows, prefix, layer.index,
             causal=kind.causal, scale=kind.softmax_scale, window=kind.window, from_anchor=kind.window_from_anchor,
+            backend=backend,
         )  # fmt: skip
 
     return attend
