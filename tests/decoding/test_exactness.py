@@ -384,8 +384,8 @@ class TestNegativeControls:
         assert self.biased()
 
     def test_residual_that_ignores_q(self, monkeypatch):
-        def from_p(warped, accepted, position, proposal, ids, sampling):
-            return draw(warped, sampling.warp.temperature, position_key(sampling.seed, position, Role.RESIDUAL))
+        def from_p(warped, draft, key, ids):
+            return draw(warped, jnp.ones(len(warped)), key)
 
         monkeypatch.setattr(verify_module, "_draw_residual", from_p)
         assert self.biased()

@@ -105,7 +105,7 @@ def test_training_and_serving_see_the_same_rows(mode):
     flat = lambda a: jnp.asarray(a).reshape(-1, *a.shape[3:])  # noqa: E731
     rows = ragged_rows(jnp.full(anchors.size, SIZE), anchors.reshape(-1), anchors.size * SIZE, SIZE)
     table = jnp.repeat(jnp.arange(BATCH), BLOCKS)[:, None]  # one page a sequence
-    prefix = Prefix(jnp.asarray(k_context)[None], jnp.asarray(v_context)[None], table, anchors.reshape(-1))
+    prefix = Prefix(*(jnp.asarray(a).swapaxes(1, 2)[None] for a in (k_context, v_context)), table, anchors.reshape(-1))
     served = jax.jit(functools.partial(ragged_attention, scale=SCALE, **mode))(
         flat(q), flat(k_block), flat(v_block), rows, prefix, 0
     )
