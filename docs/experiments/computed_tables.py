@@ -145,7 +145,7 @@ class Parts:
 
         def layer(params, x_NxH, pools, table_RxC, length_R, count_R):
             at = ragged_rows(count_R, length_R, rows, block)
-            attend = attend_rows(config, at, view_pools(pools, table_RxC, length_R))
+            attend = attend_rows(config, at, view_pools(pools, table_RxC, length_R), "xla")
             rope = rope_tables(config, at.position_N, DTYPE)[0]
             module = DecoderLayer(config, config.attention[0])
             return module.apply({"params": params}, x_NxH, rope, lambda *qkv: attend(Layer(0, 0, 0), *qkv))
@@ -189,7 +189,7 @@ class Parts:
         """Pages of every slot, their heads shared out among the chips, and the table."""
         pages = -(-context // PAGE)
         pools = jax.eval_shape(lambda: empty_pools(config, slots * pages, PAGE, DTYPE))
-        split = PartitionSpec(None, None, None, "model")
+        split = PartitionSpec(None, None, "model")
         return jax.tree.map(lambda a: self._argument((1, *a.shape[1:]), DTYPE, split), pools), self._ints(slots, pages)
 
     def _placed(self, params: Any) -> Any:
