@@ -47,6 +47,8 @@ def main(argv: list[str]) -> None:
         sys.stdout.flush()
         mine = [(number, row) for number, row in todo if number % processes == process]
         write_features(target, mine, writer, config.train.batch_size)
+    if processes > 1:  # all end together: JAX ends those whose fellows have left
+        writer.wait_for_all(len(rows))
     print(f"features written to {config.data.cache}")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ from dspark_jax.decoding.sink import RowFeatures, Sink
 from dspark_jax.errors import UserError
 from dspark_jax.interop.target_io import Target, log_totals
 
+LOOK_EVERY = 5.0  # seconds
 PART_BYTES = 4 << 30  # what a writer that is killed has to write again, at most
 
 
@@ -115,6 +117,11 @@ class CacheWriter:
             self._part.add(number, row, length, rows)
             if self._part.rows * self.info.bytes_per_row >= self._part_bytes:
                 self._finish()
+
+    def wait_for_all(self, sequences: int) -> None:
+        """Returns when the finished parts of all processes hold that many sequences."""
+        while len(read_index(self._store, self.place, finished_parts(self._store))) < sequences:
+            time.sleep(LOOK_EVERY)
 
     def _finish(self) -> None:
         if self._part is not None:

@@ -4,6 +4,9 @@ import dataclasses
 import errno
 import json
 import os
+import socket
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from dspark_jax.training import loop
 from dspark_jax.training.features import CachedFeatures, FeatureSource, open_cache, target_features
 from dspark_jax.training.step import make_optimizer
 
+ROOT = Path(__file__).parents[2]
 TAPS, MAX_LENGTH = (0, 2), 60
 
 
@@ -364,6 +368,35 @@ def test_training_from_a_cache_has_the_losses_of_online_features(
     config.workdir = str(tmp_path / "eagle3")
     with pytest.raises(UserError, match="without the last tokens' features"):
         loop.train(config)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_rows(chat_model, tmp_path, target, rows):
+    config = config_of(chat_model, tmp_path, "run")
+    config.data.cache = str(tmp_path / "cache")
+    Path(config.workdir).mkdir()
+    (Path(config.workdir) / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [
+        sys.executable,
+        "-m",
+        "dspark_jax",
+        "prepare-features",
+        f"--config={config_file(config, tmp_path / 'c.py')}",
+    ]
+    started = [
+        subprocess.Popen([*command, f"--config.serve.processes={address},2,{i}"], cwd=ROOT, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]
+    for process in started:
+        assert process.wait(timeout=300) == 0, process.stderr.read()[-2000:]
+    cache = TargetCache(config.data.cache, target, TAPS)
+    assert cache.rows == rows and {sequence.part for sequence in cache.sequences} == {
+        "part-00000-00000",
+        "part-00001-00000",
+    }
 
 
 def test_settings_that_cannot_be_are_refused(chat_model, tmp_path):
