@@ -106,12 +106,13 @@ def test_a_batch_read_from_the_cache_is_the_batch_computed(written, target, rows
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 0), ("bfloat16", 2**-8), ("int8", 0.5 / 127)])
 def test_stored_dtypes_round_as_they_should(target, dtype, error):
-    """A large and a small tap: each has a scale of its own, so the small one is not rounded away."""
-    info = info_of(target, dtype)
+    """A few values are much larger than the rest, as in residual streams: groups of 64 have a scale of their own."""
+    info = dataclasses.replace(info_of(target, dtype), hidden_size=128)
     rng = np.random.default_rng(2)
-    taps = rng.standard_normal((5, 2, 32)).astype(np.float32) * np.array([1000, 1], np.float32)[:, None]
+    taps = rng.standard_normal((5, 4, 64)).astype(np.float32)
+    taps[:, 1, 7] *= 1000
     taps[3] = 0
-    rows = CacheRows(taps.reshape(5, 64), taps[:, 1], taps[:, 0, 0])
+    rows = CacheRows(taps.reshape(5, 256), taps[:, :2].reshape(5, 128), taps[:, 0, 0])
     back = decode(info, encode(info, rows))
     largest = np.abs(taps).max(axis=-1, keepdims=True)
     assert (np.abs(back.taps_NxMH.reshape(taps.shape).astype(np.float32) - taps) <= error * 1.01 * largest).all()
