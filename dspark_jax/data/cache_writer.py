@@ -27,6 +27,7 @@ from dspark_jax.data.target_cache import (
     open_store,
     read_index,
     read_info,
+    read_json,
 )
 from dspark_jax.decoding.requests import Request
 from dspark_jax.decoding.sink import RowFeatures, Sink
@@ -80,27 +81,35 @@ class CacheWriter:
         part_bytes: int = PART_BYTES,
     ):
         self.place, self.info, self._process, self._part_bytes = place, info, process, part_bytes
-        self._store = open_store(place)
+        self._sequences, self._store = sequences, open_store(place)
         self._part: _Part | None = None
+        self.finished = 0
         with self._named_errors():
-            self._claim(sequences)
+            self._expected()
             parts = finished_parts(self._store)
+            self.finished = len(parts)
             self._remove_unfinished(parts, processes)
-        self.finished = len(parts)
         mine = [int(part.split("-")[2]) for part in parts if int(part.split("-")[1]) == process]
         self._next = max(mine, default=-1) + 1
         self.done = {sequence.row["id"] for sequence in read_index(self._store, place, parts)}
 
-    def _claim(self, sequences: int) -> None:
+    def _expected(self) -> int:
+        """How many sequences cache.json announces, -1 in a new place. Raises UserError on somebody else's."""
         keys = self._store.list().result()  # before cache.json is read: another process may be writing that
         before, expected = read_info(self._store, self.place)
         if before is not None:
             check_info(self.place, before, self.info)
         elif keys:
             raise UserError(f"{self.place} is not empty, and no feature cache: set data.cache to a new folder")
-        if before is None or expected < sequences:
-            text = json.dumps(dataclasses.asdict(self.info) | {"sequences": sequences}, indent=1) + "\n"
+        return expected if before else -1
+
+    def _begin(self) -> "_Part":
+        """A new part. The first one makes the place a cache, so a run that is refused leaves nothing behind."""
+        if self._expected() < self._sequences:
+            text = json.dumps(dataclasses.asdict(self.info) | {"sequences": self._sequences}, indent=1) + "\n"
             self._store.write("cache.json", text.encode()).result()
+        self._next += 1
+        return _Part(self._store, f"part-{self._process:05d}-{self._next - 1:05d}", self.info)
 
     def _remove_unfinished(self, finished: list[str], processes: int) -> None:
         begun = {key.decode().split("/")[0] for key in self._store.list().result()} - {"cache.json", *finished}
@@ -112,15 +121,20 @@ class CacheWriter:
         """Adds the features of the first `length` tokens of row `number` (None where there are none to learn from)."""
         with self._named_errors():
             if self._part is None:
-                self._part = _Part(self._store, f"part-{self._process:05d}-{self._next:05d}", self.info)
-                self._next += 1
+                self._part = self._begin()
             self._part.add(number, row, length, rows)
             if self._part.rows * self.info.bytes_per_row >= self._part_bytes:
                 self._finish()
 
     def wait_for_all(self, sequences: int) -> None:
         """Returns when the finished parts of all processes hold that many sequences."""
-        while len(read_index(self._store, self.place, finished_parts(self._store))) < sequences:
+        counts: dict[str, int] = {}
+        while True:
+            for part in set(finished_parts(self._store)) - counts.keys():
+                key = f"{part}/done.json"
+                counts[part] = (read_json(self.place, key, self._store.read(key)) or {}).get("sequences", 0)
+            if sum(counts.values()) >= sequences:
+                return
             time.sleep(LOOK_EVERY)
 
     def _finish(self) -> None:

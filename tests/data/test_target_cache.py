@@ -206,6 +206,17 @@ def test_a_full_disk_leaves_finished_parts(tmp_path, target, rows, monkeypatch):
     assert TargetCache(str(tmp_path), target, TAPS).rows == rows
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path, target, rows):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/c.* cannot be written: .*"):
+        write(tmp_path / "file" / "c", target, rows[:2])
+
+
+def test_a_run_that_is_refused_leaves_nothing(tmp_path, target):
+    CacheWriter(str(tmp_path / "c"), info_of(target), 3)
+    assert not (tmp_path / "c").exists()
+
+
 def test_the_size_is_told_and_refused_beforehand(tmp_path, target, monkeypatch):
     info = dataclasses.replace(info_of(target, "bfloat16"), hidden_size=2560, tap_layers=(1, 9, 17, 25, 33))
     assert info.bytes_per_row == 2 * 6 * 2560 + 4  # the reference's, without ids and masks
