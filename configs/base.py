@@ -47,6 +47,9 @@ def get_base() -> ConfigDict:
     c.data.max_answer_tokens = 256
     c.data.max_length = 512  # of a training sequence, prompt and answer
     c.data.max_slots = 64  # answers generated at a time
+    c.data.features = "online"  # or "cache": of the target's hidden states, written by `prepare-features`
+    c.data.cache = ""  # its folder, gs://BUCKET/PATH or s3://BUCKET/PATH; a folder of DeepSpec's is read too
+    c.data.cache_dtype = "bfloat16"  # "int8": taps in a byte each, 0.6 of the size; "float32"
 
     c.train = ConfigDict()
     c.train.steps = 1000

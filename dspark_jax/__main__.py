@@ -13,6 +13,7 @@ COMMANDS = {
     "export": ("dspark_jax.export", "writes the drafter as the checkpoint that DeepSpec, vLLM, SGLang or others load"),
     "profile": ("dspark_jax.profile", "measures what rounds cost here, for the scheduler"),
     "calibrate": ("dspark_jax.calibrate", "fits the confidence head's temperatures on held-out prompts"),
+    "prepare-features": ("dspark_jax.prepare_features", "writes the target's features of the answers into a cache"),
     "demo": ("dspark_jax.demo", "plain and speculative decoding side by side on a few prompts"),
 }
 
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
 
 def usage() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:<16} {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(["usage: python -m dspark_jax COMMAND --config=FILE [--help]", "", *lines])
 
 

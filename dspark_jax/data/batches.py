@@ -31,6 +31,12 @@ def draft_vocabulary(
     return np.sort(np.asarray(chosen, np.int32))
 
 
+def learnt_length(row: Mapping[str, Any], max_length: int) -> int:
+    """How many tokens of a row, prompt and answer, are trained on; 0 if the answer's part of them is too short."""
+    length = min(len(row["prompt_ids"]) + len(row["answer_ids"]), max_length)
+    return length if length - len(row["prompt_ids"]) >= MIN_LEARNT else 0
+
+
 @flax.struct.dataclass
 class Batch:
     """B sequences, zero-padded. The loss mask is 1 on the answer: the prompt and padding are not learnt."""
@@ -45,9 +51,12 @@ class Batches:
     """`batches(step)` gives the batch of a step."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, max_length: int, seed: int):
-        cut = [(row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])) for row in rows]
+        lengths = [learnt_length(row, max_length) for row in rows]
+        self.numbers = np.flatnonzero(lengths)  # of the rows that are used
         self.sequences = [
-            (ids[:max_length], start) for ids, start in cut if min(len(ids), max_length) - start >= MIN_LEARNT
+            ((row["prompt_ids"] + row["answer_ids"])[:length], _loss_mask(row)[:length])
+            for row, length in zip(rows, lengths, strict=True)
+            if length
         ]
         self.batch_size, self.seed = batch_size, seed
         if len(self.sequences) < batch_size:
@@ -81,7 +90,13 @@ class Batches:
         lengths = np.array([len(ids) for ids, _ in chosen], np.int32)
         shape = (self.batch_size, -(-int(lengths.max()) // PAD_TO) * PAD_TO)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        for i, (ids, start) in enumerate(chosen):
+        for i, (ids, learnt) in enumerate(chosen):
             tokens[i, : len(ids)] = ids
-            mask[i, start : len(ids)] = 1
-        return Batch(tokens, mask, lengths, rows)
+            mask[i, : len(ids)] = learnt
+        return Batch(tokens, mask, lengths, self.numbers[rows])
+
+
+def _loss_mask(row: Mapping[str, Any]) -> np.ndarray:
+    """0 for each token of the prompt, 1 for each of the answer; or what the row itself says (`loss_mask`)."""
+    parts = [0] * len(row["prompt_ids"]) + [1] * len(row["answer_ids"])
+    return np.asarray(row.get("loss_mask", parts), np.uint8)

@@ -110,6 +110,18 @@ def hidden_states(module: Decoder, params: Params, tokens_BxT: jax.Array):
     return module.apply({"params": params}, tokens_BxT.reshape(-1), rows.position_N, attend)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def log_totals(module: Decoder, params: Params, hidden_BxSxH: jax.Array) -> jax.Array:
+    """`[B, S]` log sum exp of the logits of hidden states after the final norm, in at least float32."""
+
+    def one(hidden_SxH: jax.Array) -> jax.Array:
+        logits = module.apply({"params": params}, hidden_SxH, method=Decoder.logits)
+        return jax.nn.logsumexp(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
+
+    # One sequence at a time: the full-vocabulary logits of a batch would be the largest array of a training step.
+    return jax.lax.map(one, hidden_BxSxH)
+
+
 def load_target(
     source: str | Path,
     *,

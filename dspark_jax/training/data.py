@@ -1,4 +1,4 @@
-"""The rows a drafter is trained on, as a config asks for them: found, written or answered, then kept in the workdir."""
+"""What a drafter is trained on, as a config asks for it: rows found, written or answered, or a cache of features."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,27 @@ from ml_collections import ConfigDict
 
 from dspark_jax.data.conversations import read_prompts
 from dspark_jax.data.generate import write_answers, write_prompts
+from dspark_jax.data.reference_cache import ReferenceCache
+from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.decoding.engine import Engine
+from dspark_jax.errors import UserError
 from dspark_jax.interop.target_io import Target
+from dspark_jax.training.features import open_cache
+
+
+def features_cache(config: ConfigDict, target: Target) -> TargetCache | ReferenceCache | None:
+    """The cache to train from, whose rows are then the training rows; None: features are computed online."""
+    if config.data.features == "online":
+        return None
+    if config.data.features != "cache":
+        raise UserError(f"data.features={config.data.features!r}: it is online or cache")
+    cache = open_cache(config.data.cache, target, target.tap_layers)
+    if config.drafter.kind == "eagle3" and cache.lacks_last_rows:
+        raise UserError(
+            f"{config.data.cache} was written while answers were generated, without the last tokens' features, which "
+            "Eagle3 learns from: write another with prepare-features"
+        )
+    return cache
 
 
 def training_rows(config: ConfigDict, target: Target) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""The frozen target's features of training sequences: computed on the fly, or once and then kept in memory."""
+"""The frozen target's features of training sequences: computed on the fly, kept in memory, or read from a cache."""
 
 import functools
+from collections.abc import Sequence
+from pathlib import Path
 
 import flax.struct
 import jax
@@ -8,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.data.batches import PAD_TO, Batch
-from dspark_jax.interop.target_io import Target, hidden_states
+from dspark_jax.data.reference_cache import ReferenceCache
+from dspark_jax.data.target_cache import TargetCache
+from dspark_jax.errors import UserError
+from dspark_jax.interop.target_io import Target, hidden_states, log_totals
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
+
+MAX_STATE_ERROR = 0.2  # relative: bfloat16 through a deep model stays far below it, another model far above
 
 
 @flax.struct.dataclass
@@ -37,13 +44,7 @@ def target_features(module: Decoder, params: Params, token_BxS: jax.Array) -> Fe
     batch, length = token_BxS.shape
     output = hidden_states(module, params, token_BxS)
     hidden = output.hidden_NxH.reshape(batch, length, -1)
-
-    def log_total(hidden_SxH):
-        logits = module.apply({"params": params}, hidden_SxH, method=Decoder.logits)
-        return jax.nn.logsumexp(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
-
-    # One sequence at a time: the full-vocabulary logits of a batch would be the largest array of the step.
-    return Features(output.taps_NxMH.reshape(batch, length, -1), hidden, jax.lax.map(log_total, hidden))
+    return Features(output.taps_NxMH.reshape(batch, length, -1), hidden, log_totals(module, params, hidden))
 
 
 class FeatureSource:
@@ -71,6 +72,53 @@ class FeatureSource:
             out = target_features(self.target.module, self.target.params, padded[None]).astype(jnp.bfloat16)
             self._kept[number] = jax.tree.map(lambda a: np.asarray(a[0, : len(token_S)]), out)
         return self._kept[number]
+
+
+class CachedFeatures:
+    """`source(batch)` reads a batch's features from a cache, whose own rows the batches are made of."""
+
+    def __init__(self, target: Target, cache: TargetCache | ReferenceCache):
+        self.target, self.cache = target, cache
+
+    def __call__(self, batch: Batch) -> Features:
+        width, rows = batch.token_BxS.shape[1], self.cache.read(batch.row_B, batch.length_B)
+        taps = np.stack([_fit(row.taps_NxMH, width) for row in rows]).astype(self.target.dtype)
+        hidden = np.stack([_fit(row.last_hidden_NxH, width) for row in rows]).astype(self.target.dtype)
+        if rows[0].log_total_N is None:
+            return Features(taps, hidden, log_totals(self.target.module, self.target.params, hidden))
+        return Features(taps, hidden, np.stack([_fit(row.log_total_N, width) for row in rows]))
+
+
+def open_cache(place: str, target: Target, tap_layers: Sequence[int]) -> TargetCache | ReferenceCache:
+    """A cache of ours, or one of the reference's, for a target and its taps. Raises UserError on any other.
+
+    The reference's has no fingerprint: some of its states are compared with the target's own.
+    """
+    if not place:
+        raise UserError("data.features=cache reads data.cache: set it to what prepare-features wrote")
+    if "://" in place or not (Path(place) / "manifest.json").is_file():
+        return TargetCache(place, target, tap_layers)
+    cache = ReferenceCache(place, target, tap_layers)
+    _check_states(place, cache, target.with_taps(tuple(tap_layers)))
+    return cache
+
+
+def _check_states(place: str, cache: ReferenceCache, target: Target) -> None:
+    row = cache.row(0)
+    token_S = np.asarray((row["prompt_ids"] + row["answer_ids"])[:PAD_TO], np.int32)
+    ours = target_features(target.module, target.params, _fit(token_S, PAD_TO)[None])
+    (theirs,) = cache.read([0], [len(token_S)])
+    for name, mine_1xSxW, other_SxW in (
+        ("taps", ours.taps_BxSxMH, theirs.taps_NxMH),
+        ("last hidden states", ours.last_hidden_BxSxH, theirs.last_hidden_NxH),
+    ):
+        mine_SxW = np.asarray(mine_1xSxW[0, : len(token_S)], np.float32)
+        error = np.linalg.norm(mine_SxW - other_SxW.astype(np.float32)) / np.linalg.norm(mine_SxW)
+        if not error < MAX_STATE_ERROR:
+            raise UserError(
+                f"{place}: the {name} of its first sample are {error:.0%} off this target's, so another model wrote "
+                "them: set target.path to that, or data.cache to another"
+            )
 
 
 def _fit(array: np.ndarray, length: int) -> np.ndarray:

@@ -14,12 +14,12 @@ from dspark_jax.data.batches import Batches, draft_vocabulary
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
-from dspark_jax.interop.target_io import Target, load_target
+from dspark_jax.interop.target_io import load_target
 from dspark_jax.progress import Progress
 from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
-from dspark_jax.training.data import training_rows
+from dspark_jax.training.data import features_cache, training_rows
 from dspark_jax.training.drafters import loss_settings, new_drafter_config
-from dspark_jax.training.features import FeatureSource
+from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer, train_step
 
@@ -33,7 +33,8 @@ def train(config: ConfigDict) -> Path:
     drafter_config = new_drafter_config(config, target)
     target = target.with_taps(drafter_config.tap_layers)
     manager = open_checkpoints(config)
-    rows = training_rows(config, target)
+    cache = features_cache(config, target)
+    rows = cache.rows if cache else training_rows(config, target)
     batches = Batches(rows, config.train.batch_size, config.data.max_length, config.seed)
     ids = None
     if drafter_config.reduced:
@@ -46,16 +47,17 @@ def train(config: ConfigDict) -> Path:
     setup = Setup(drafter.module, loss_settings(config), config.train.num_anchors, optimizer)
     state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
     state = restore_latest(manager, state)
-    state = _run_steps(config, setup, target, drafter, state, batches, manager, schedule)
+    source = CachedFeatures(target, cache) if cache else FeatureSource(target, config.train.keep_features)
+    state = _run_steps(config, setup, source, drafter, state, batches, manager, schedule)
     out = Path(config.workdir) / "drafter"
     save_drafter(out, dataclasses.replace(drafter, params=state.params), target)
     return out
 
 
-def _run_steps(config, setup, target: Target, drafter: Drafter, state: TrainState, batches: Batches, manager, schedule):
+def _run_steps(config, setup, source, drafter: Drafter, state: TrainState, batches: Batches, manager, schedule):
     """The loop itself: one dispatch a step, metrics read once a window, so that the device never waits."""
     steps, log, key = config.train.steps, MetricLog(config.workdir), jax.random.key(config.seed)
-    source, stop = FeatureSource(target, config.train.keep_features), _StopSignal()
+    stop = _StopSignal()
     start = time.monotonic()
     with Progress("training", steps) as progress:
         for step in range(int(state.step), steps):

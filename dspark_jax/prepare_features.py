@@ -1,0 +1,93 @@
+"""Writes the target's features of answered prompts into a cache: python -m dspark_jax prepare-features --config=FILE
+
+Training with data.features=cache then reads them instead of running the target. An interrupted run is continued by the
+same command. Several processes (`serve.processes`) share the rows; all must see the same answers and the same cache.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from dspark_jax.data.batches import PAD_TO, SORTED_BATCHES, learnt_length
+from dspark_jax.data.cache_writer import CacheWriter, size_line
+from dspark_jax.data.jsonl import read_jsonl
+from dspark_jax.data.target_cache import CacheInfo, CacheRows
+from dspark_jax.door import parse_config
+from dspark_jax.errors import UserError
+from dspark_jax.interop.target_io import Target, load_target
+from dspark_jax.parallel import start_processes
+from dspark_jax.progress import Progress
+from dspark_jax.training.drafters import new_drafter_config
+from dspark_jax.training.features import Features, target_features
+
+_FIELDS = {"id": str, "prompt_ids": list, "answer_ids": list}  # of a row of answers
+Numbered = tuple[int, Mapping[str, Any]]  # a training row and its place among all rows
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("answers", None, "JSONL of answers; default: answers.jsonl in the workdir", flag_values=values)
+
+
+def main(argv: list[str]) -> None:
+    config, given = parse_config(argv, define)
+    if not config.data.cache:
+        raise UserError("where to? set data.cache to a folder, gs://BUCKET/PATH or s3://BUCKET/PATH")
+    process, processes = start_processes(config.serve.processes)
+    rows = read_answers(given.answers or Path(config.workdir) / "answers.jsonl")
+    target = load_target(config.target.path, dtype=config.target.dtype or None)
+    target = target.with_taps(new_drafter_config(config, target).tap_layers)
+    info = CacheInfo.of(target, target.tap_layers, config.data.cache_dtype, config.data.max_length)
+    with CacheWriter(config.data.cache, info, len(rows), process, processes) as writer:
+        todo = [(number, row) for number, row in enumerate(rows) if row["id"] not in writer.done]
+        print(size_line(config.data.cache, info, sum(learnt_length(row, info.max_length) for _, row in todo)))
+        sys.stdout.flush()
+        mine = [(number, row) for number, row in todo if number % processes == process]
+        write_features(target, mine, writer, config.train.batch_size)
+    if processes > 1:  # all end together: JAX ends those whose fellows have left
+        writer.wait_for_all(len(rows))
+    print(f"features written to {config.data.cache}")
+
+
+def read_answers(path: str | Path) -> list[dict[str, Any]]:
+    """The rows that `train.py` or `prepare answers` wrote. Raises UserError, naming the line, on any other."""
+    rows = []
+    for number, row in read_jsonl(path):
+        if not all(isinstance(row.get(name), kind) for name, kind in _FIELDS.items()):
+            raise UserError(f"{path}, line {number}: a row of answers has {', '.join(_FIELDS)}")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path} is empty: write the answers first")
+    return rows
+
+
+def write_features(target: Target, rows: Sequence[Numbered], writer: CacheWriter, batch_size: int) -> None:
+    """Runs the target over rows, in batches of about equal length, and adds what it computes to the cache."""
+    max_length = writer.info.max_length
+    with Progress("features", len(rows)) as progress:
+        for batch in _batches(rows, batch_size, max_length):
+            lengths = [learnt_length(row, max_length) for _, row in batch]
+            token_BxS = np.zeros((batch_size, -(-max(lengths) // PAD_TO) * PAD_TO), np.int32)
+            for i, ((_, row), length) in enumerate(zip(batch, lengths, strict=True)):
+                token_BxS[i, :length] = (row["prompt_ids"] + row["answer_ids"])[:length]
+            out = target_features(target.module, target.params, token_BxS) if max(lengths) else None
+            for i, ((number, row), length) in enumerate(zip(batch, lengths, strict=True)):
+                writer.add(number, row, length, _rows(out, i, length) if length else None)
+            progress.advance(len(batch))
+
+
+def _rows(features: Features, i: int, length: int) -> CacheRows:
+    arrays = (features.taps_BxSxMH, features.last_hidden_BxSxH, features.log_total_BxS)
+    return CacheRows(*(np.asarray(array[i])[:length] for array in arrays))
+
+
+def _batches(rows: Sequence[Numbered], batch_size: int, max_length: int) -> Iterator[Sequence[Numbered]]:
+    """Sorted by length within stretches, so that a batch pads little and work goes on about in order."""
+    stretch = SORTED_BATCHES * batch_size
+    for start in range(0, len(rows), stretch):
+        part = sorted(rows[start : start + stretch], key=lambda numbered: learnt_length(numbered[1], max_length))
+        for first in range(0, len(part), batch_size):
+            yield part[first : first + batch_size]
