@@ -14,6 +14,12 @@ MIN_LEARNT = 8  # answers shorter than this teach a block drafter nothing
 SORTED_BATCHES = 16  # rows are sorted by length within this many batches, so that a batch pads little
 
 
+def learnt_spans(row: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The (start, end) tokens of `prompt_ids + answer_ids` that are learnt: the row's own `learnt`, else the answer."""
+    start = len(row["prompt_ids"])
+    return row.get("learnt") or [(start, start + len(row["answer_ids"]))]
+
+
 def draft_vocabulary(
     rows: Iterable[Mapping[str, Any]], size: int, always: Iterable[int], vocab_size: int
 ) -> np.ndarray:
@@ -21,7 +27,12 @@ def draft_vocabulary(
 
     Ids never seen fill up a vocabulary that the answers do not; ties go to the lower id.
     """
-    counts = collections.Counter(token for row in rows for token in row["answer_ids"])
+    counts = collections.Counter(
+        token
+        for row in rows
+        for start, end in learnt_spans(row)
+        for token in (row["prompt_ids"] + row["answer_ids"])[start:end]
+    )
     first = list(dict.fromkeys(always))
     ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if t not in first]
     unseen = (t for t in range(vocab_size) if t not in counts and t not in first)
@@ -33,7 +44,7 @@ def draft_vocabulary(
 
 @flax.struct.dataclass
 class Batch:
-    """B sequences, zero-padded. The loss mask is 1 on the answer: the prompt and padding are not learnt."""
+    """B sequences, zero-padded. The loss mask is 1 on the answers: prompts and padding are not learnt."""
 
     token_BxS: np.ndarray
     loss_mask_BxS: np.ndarray
@@ -45,10 +56,8 @@ class Batches:
     """`batches(step)` gives the batch of a step."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, max_length: int, seed: int):
-        cut = [(row["prompt_ids"] + row["answer_ids"], len(row["prompt_ids"])) for row in rows]
-        self.sequences = [
-            (ids[:max_length], start) for ids, start in cut if min(len(ids), max_length) - start >= MIN_LEARNT
-        ]
+        cut = [((row["prompt_ids"] + row["answer_ids"])[:max_length], learnt_spans(row)) for row in rows]
+        self.sequences = [(ids, spans) for ids, spans in cut if _learnt(len(ids), spans) >= MIN_LEARNT]
         self.batch_size, self.seed = batch_size, seed
         if len(self.sequences) < batch_size:
             raise UserError(
@@ -81,7 +90,13 @@ class Batches:
         lengths = np.array([len(ids) for ids, _ in chosen], np.int32)
         shape = (self.batch_size, -(-int(lengths.max()) // PAD_TO) * PAD_TO)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        for i, (ids, start) in enumerate(chosen):
+        for i, (ids, spans) in enumerate(chosen):
             tokens[i, : len(ids)] = ids
-            mask[i, start : len(ids)] = 1
+            for start, end in spans:
+                mask[i, start : min(end, len(ids))] = 1
         return Batch(tokens, mask, lengths, rows)
+
+
+def _learnt(length: int, spans: Sequence[tuple[int, int]]) -> int:
+    """How many tokens are learnt of a sequence that is cut at `length`."""
+    return sum(max(min(end, length) - start, 0) for start, end in spans)

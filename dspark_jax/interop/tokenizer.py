@@ -36,6 +36,9 @@ _SPLIT = (
 # By tokenizer.ggml.pre; smollm has no pattern of its own.
 _SPLITS = {"llama-bpe": _SPLIT.format(digits="{1,3}"), "qwen2": _SPLIT.format(digits=""), "smollm": None}
 
+# Around what a template marks as generated; Unicode keeps these code points from ever being text.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+
 # Values of tokenizer.ggml.token_type.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
@@ -182,10 +185,36 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError(f"{self.source}: no chat template, so chat messages cannot be used; give text or token ids")
+        return self._rendered(self._template, messages, add_generation_prompt, kwargs)
+
+    def generation_spans(self, messages: list[dict[str, str]], **kwargs: Any) -> list[tuple[int, int]]:
+        """Where `render(messages, False, **kwargs)` has the bodies of `{% generation %}`: (start, end) characters.
+
+        Empty where the template marks nothing. Raises `UserError` as `render` does, and where a template works on
+        marked text so that its place is lost.
+        """
+        if self.chat_template is None or "endgeneration" not in self.chat_template:
+            return []
+        pieces = re.split(f"({_OPEN}|{_CLOSE})", self._rendered(self._marked_template, messages, False, kwargs))
+        text, starts, spans = "", [], []
+        for piece in pieces:
+            if piece == _OPEN:
+                starts.append(len(text))
+            elif piece == _CLOSE and starts:
+                spans.append((starts.pop(), len(text)))
+            else:
+                text += piece
+        if starts or text != self.render(messages, add_generation_prompt=False, **kwargs):
+            raise UserError(f"{self.source}: the generation spans of the chat template cannot be followed; mend it")
+        return spans
+
+    def _rendered(
+        self, template: jinja2.Template, messages: list[dict[str, str]], opens_answer: bool, given: Mapping[str, Any]
+    ) -> str:
         # Templates test `tools is not none`, which an undefined name would pass.
-        variables = {"tools": None, "documents": None, **self._special_texts, **kwargs}
+        variables = {"tools": None, "documents": None, **self._special_texts, **given}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            return template.render(messages=messages, add_generation_prompt=opens_answer, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{self.source}: the chat template failed ({error}); check the messages") from error
 
@@ -197,6 +226,10 @@ class Tokenizer:
     @cached_property
     def _template(self) -> jinja2.Template:
         return _template_environment().from_string(self.chat_template)
+
+    @cached_property
+    def _marked_template(self) -> jinja2.Template:
+        return _template_environment(_MarkedGenerationTag).from_string(self.chat_template)
 
     def _mark_named_tokens(self) -> None:
         """Makes bos, eos, pad and unk special, so that they are matched in text and skipped in decoding."""
@@ -371,10 +404,18 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _template_environment() -> ImmutableSandboxedEnvironment:
+class _MarkedGenerationTag(_GenerationTag):
+    """The same, with marks around the body."""
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        mark = lambda text: jinja2.nodes.Output([jinja2.nodes.TemplateData(text)])  # noqa: E731
+        return [mark(_OPEN), *super().parse(parser), mark(_CLOSE)]
+
+
+def _template_environment(generation: type[_GenerationTag] = _GenerationTag) -> ImmutableSandboxedEnvironment:
     """The environment that published chat templates expect; sandboxed, because they come from strangers."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, generation]
     )
 
     def raise_exception(message: str) -> None:

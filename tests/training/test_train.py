@@ -176,7 +176,7 @@ def test_too_few_rows_for_a_batch_are_refused():
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_and_the_end():
-    rows = [{"answer_ids": [5, 5, 5, 7, 7, 9]}]
+    rows = [{"prompt_ids": [], "answer_ids": [5, 5, 5, 7, 7, 9]}]
     assert draft_vocabulary(rows, 3, always=(2,), vocab_size=20).tolist() == [2, 5, 7]
     assert draft_vocabulary(rows, 6, always=(2,), vocab_size=20).tolist() == [0, 1, 2, 5, 7, 9]
 
