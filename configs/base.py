@@ -38,8 +38,11 @@ def get_base() -> ConfigDict:
     c.drafter.ttt_length = 7  # tokens drafted in a round, and steps unrolled in training
 
     c.data = ConfigDict()
-    c.data.prompts = ""  # JSONL of prompts; "": the target writes them itself
+    c.data.prompts = ""  # JSONL of prompts, or hf:NAME[:SPLIT] of the hub; "": the target writes them itself
     c.data.num_prompts = 1000  # how many of them to answer, or to write
+    c.data.keep_out = (
+        ""  # folder of evaluation sets (JSONL with `turns`): prompts that share text with them are dropped
+    )
     c.data.openings = ("",)  # how self-written user turns begin, in rotation
     c.data.prompt_temperature = 0.9
     c.data.max_prompt_tokens = 96

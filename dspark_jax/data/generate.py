@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark_jax.data.conversations import Messages, PromptRow, user_opening
 from dspark_jax.data.jsonl import ResumableJsonl
+from dspark_jax.data.keep_out import KeepOut
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
@@ -29,10 +30,12 @@ def write_prompts(
     temperature: float,
     max_tokens: int,
     seed: int,
+    keep_out: KeepOut | None = None,
 ) -> list[PromptRow]:
     """Lets the target write `count` different user turns, starting them with `openings` in turn; resumable.
 
-    Turns that do not end, and those that are too short, repetitive or not plain text, are written as refused.
+    Turns that do not end, those that are too short, repetitive or not plain text, and those of `keep_out` are written
+    as refused.
     """
     tokenizer = engine.target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
@@ -44,6 +47,7 @@ def write_prompts(
         "temperature": temperature,
         "max_tokens": max_tokens,
         "seed": seed,
+        "keep_out": keep_out.fingerprint if keep_out else None,
     }
     with ResumableJsonl(path, run) as out, Progress("prompts", count) as progress:
         texts = {row["text"] for row in out.rows if row["text"]}
@@ -60,6 +64,7 @@ def write_prompts(
             for index, done in engine.stream_completions(prompts, params):
                 text = (starts[index] + done.text).strip()
                 kept = done.finish_reason == "stop" and is_plain_question(text) and text not in texts
+                kept = kept and not (keep_out and keep_out.shared([{"role": "user", "content": text}]))
                 out.append({"id": ids[index], "text": text if kept else ""})
                 if kept:
                     texts.add(text)
