@@ -49,7 +49,11 @@ def get_base() -> ConfigDict:
     c.data.temperatures = (0.0, 0.5, 0.8, 1.0)  # each prompt is answered at one of these
     c.data.max_answer_tokens = 256
     c.data.max_length = 512  # of a training sequence, prompt and answer
-    c.data.max_slots = 64  # answers generated at a time
+    c.data.max_slots = 64  # answers generated at a time, of each server where there are some
+    c.data.thinking = ""  # "on", "off": told to the chat template (enable_thinking); "": as the template has it
+    c.data.drafter = ""  # speeds the answers up: as serve.drafter; they are the target's own all the same
+    c.data.servers = ()  # "http://HOST:PORT/v1", …: OpenAI-compatible servers of the target that answer instead
+    c.data.answers = ""  # a file that `prepare answers` wrote; "": answers.jsonl in the workdir, made where missing
 
     c.train = ConfigDict()
     c.train.steps = 1000
@@ -78,6 +82,7 @@ def get_base() -> ConfigDict:
     c.serve.sampler = "rejection"
     c.serve.max_slots = 16
     c.serve.max_length = 0  # prompt and answer; 0: the model's context
+    c.serve.thinking = ""  # as data.thinking
     c.serve.processes = ""  # that share the prompts: "auto" on TPU pods and Slurm, "HOST:PORT,COUNT,INDEX" elsewhere
 
     c.sampling = ConfigDict()

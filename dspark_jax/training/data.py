@@ -1,36 +1,59 @@
 """The rows a drafter is trained on, as a config asks for them: found, written or answered, then kept in the workdir."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from dspark_jax.data.conversations import PromptRow
-from dspark_jax.data.generate import write_answers, write_prompts
+from dspark_jax.data.generate import answers_run, write_answers, write_prompts
+from dspark_jax.data.jsonl import read_jsonl
 from dspark_jax.data.keep_out import KeepOut
+from dspark_jax.data.masks import chat_tokens, join_turns
 from dspark_jax.data.prompts import training_prompts
+from dspark_jax.data.servers import ask_servers, find_servers
+from dspark_jax.data.turns import Line, conversations, thinking_variables
 from dspark_jax.decoding.engine import Engine
+from dspark_jax.errors import UserError
+from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import Target
-from dspark_jax.scheduling.json_files import write_json
+from dspark_jax.interop.tokenizer import Tokenizer
+from dspark_jax.scheduling.json_files import read_json, write_json
 
 
 def training_rows(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
-    """Prompts with the target's answers; an interrupted run is continued."""
+    """Rows of `prompt_ids`, `answer_ids` and what is `learnt`; answers that are missing are made first.
+
+    Where `data.answers` names a file that is made elsewhere, it is taken as it is. Raises UserError when it is another
+    target's, or of another chat template or way of thinking.
+    """
+    if config.data.answers:
+        lines = read_answers(config.data.answers, target, config.data.thinking)
+    else:
+        lines = make_answers(config, target, Path(config.workdir) / "answers.jsonl")
+    return learnt_rows(lines, target.tokenizer, config.data.thinking)
+
+
+def make_answers(config: ConfigDict, target: Target, path: str | Path) -> list[Line]:
+    """The answers to the config's prompts, by our engine or by its servers; an interrupted run is continued."""
     data = config.data
-    engine = Engine(target, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length)
-    return write_answers(
-        engine,
-        find_prompts(config, engine),
-        Path(config.workdir) / "answers.jsonl",
-        data.temperatures,
-        max_tokens=data.max_answer_tokens,
-        seed=config.seed,
-    )
+    common = (data.temperatures, data.max_answer_tokens, config.seed, data.thinking)
+    thinking_variables(data.thinking)  # a fault of the config shows before any work
+    servers = find_servers(data.servers) if data.servers else []
+    if servers and data.prompts:
+        return ask_servers(servers, target, find_prompts(config), path, *common, at_a_time=data.max_slots)
+    drafter = load_drafter(data.drafter, target) if data.drafter else None
+    engine = Engine(target, drafter, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length)
+    prompts = find_prompts(config, engine)
+    if servers:
+        return ask_servers(servers, target, prompts, path, *common, at_a_time=data.max_slots)
+    return write_answers(engine, prompts, path, *common)
 
 
-def find_prompts(config: ConfigDict, engine: Engine) -> list[PromptRow]:
-    """The config's prompts, read or written by the target, without evaluation questions.
+def find_prompts(config: ConfigDict, engine: Engine | None = None) -> list[PromptRow]:
+    """The config's prompts, read or written by the engine's target, without evaluation questions.
 
     What was left out is said on stderr, and in full in WORKDIR/prompts.report.json.
     """
@@ -52,3 +75,38 @@ def find_prompts(config: ConfigDict, engine: Engine) -> list[PromptRow]:
         seed=config.seed,
         keep_out=keep_out,
     )
+
+
+def read_answers(path: str | Path, target: Target, thinking: str) -> list[Line]:
+    """The lines of a file that `prepare answers` wrote, with whatever sampling. UserError when they are foreign."""
+    stamp = f"{path}.run.json"
+    made = read_json(stamp, "record of the answers", f"train on a file that `prepare answers` wrote, with {stamp}")
+    own = answers_run(target, (), 0, 0, thinking)
+    for key, what in (("target", "target"), ("template", "chat template"), ("thinking", "data.thinking")):
+        if made.get(key) != own[key]:
+            known = " is ".join(json.dumps(value) for value in (made.get(key), own[key]))
+            raise UserError(
+                f"{path} was answered with another {what} ({known} here): prepare answers of its own for it"
+            )
+    return [line for _, line in read_jsonl(path)]
+
+
+def learnt_rows(lines: list[Line], tokenizer: Tokenizer | None, thinking: str) -> list[dict[str, Any]]:
+    """Rows to train on: tokens as they were generated, or those of the texts where servers gave texts alone."""
+    rows = []
+    for turns in conversations(lines):
+        if "answer_ids" in turns[0]:
+            rows += join_turns([turns])
+            continue
+        cut = [i for i, turn in enumerate(turns) if turn["finish_reason"] == "length"]
+        ids, spans = chat_tokens(tokenizer, turns[-1]["messages"], cut, **thinking_variables(thinking))
+        if spans:
+            start = spans[0][0]
+            rows.append({"id": turns[0]["id"], "prompt_ids": ids[:start], "answer_ids": ids[start:], "learnt": spans})
+    return rows
+
+
+def trained_on(config: ConfigDict, target: Target) -> dict[str, Any]:
+    """What a drafter's file keeps of the chats that it was trained on."""
+    template = target.tokenizer.template_hash if target.tokenizer else None
+    return {"template": template, "thinking": config.data.thinking}
