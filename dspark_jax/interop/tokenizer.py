@@ -185,7 +185,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError(f"{self.source}: no chat template, so chat messages cannot be used; give text or token ids")
-        return self._rendered(self._template, messages, add_generation_prompt, kwargs)
+        return self._rendered(messages, add_generation_prompt, kwargs)
 
     def generation_spans(self, messages: list[dict[str, str]], **kwargs: Any) -> list[tuple[int, int]]:
         """Where `render(messages, False, **kwargs)` has the bodies of `{% generation %}`: (start, end) characters.
@@ -195,7 +195,7 @@ class Tokenizer:
         """
         if self.chat_template is None or "endgeneration" not in self.chat_template:
             return []
-        pieces = re.split(f"({_OPEN}|{_CLOSE})", self._rendered(self._marked_template, messages, False, kwargs))
+        pieces = re.split(f"({_OPEN}|{_CLOSE})", self._rendered(messages, False, kwargs, marked=True))
         text, starts, spans = "", [], []
         for piece in pieces:
             if piece == _OPEN:
@@ -209,11 +209,12 @@ class Tokenizer:
         return spans
 
     def _rendered(
-        self, template: jinja2.Template, messages: list[dict[str, str]], opens_answer: bool, given: Mapping[str, Any]
+        self, messages: list[dict[str, str]], opens_answer: bool, given: Mapping[str, Any], marked: bool = False
     ) -> str:
         # Templates test `tools is not none`, which an undefined name would pass.
         variables = {"tools": None, "documents": None, **self._special_texts, **given}
         try:
+            template = self._marked_template if marked else self._template
             return template.render(messages=messages, add_generation_prompt=opens_answer, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{self.source}: the chat template failed ({error}); check the messages") from error
