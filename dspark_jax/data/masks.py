@@ -29,8 +29,9 @@ def chat_tokens(
     """A rendered chat's token ids and the (start, end) tokens that are learnt: every answer, its end of turn included.
 
     The spans are those of `{% generation %}` where the template has them. Else an answer runs from behind its header
-    to the end of its turn (spec 9.3), less what the template already writes when it asks for an answer. A character
-    span becomes tokens as in the reference: by the number of tokens that the text before it has on its own.
+    to the end of its turn (spec 9.3), less what the template already writes when it asks for an answer; answers that
+    the template shows without that get it put before them, since the model never answers without it. A character span
+    becomes tokens as in the reference: by the number of tokens that the text before it has on its own.
     `cut`: which answers (0: the first) ran into a limit; the template's end of turn is not theirs and is not learnt.
     `variables`: for the template, as `enable_thinking=False`.
     Raises UserError on a template that fails, or that marks answers in neither way.
@@ -38,7 +39,9 @@ def chat_tokens(
     text = tokenizer.render(messages, add_generation_prompt=False, **variables)
     spans = tokenizer.generation_spans(messages, **variables)
     marks = None if spans and not cut else turn_marks(tokenizer, variables)
-    spans = spans or _header_spans(text, marks)
+    if not spans:
+        text = tokenizer.render(_opened(messages, text, marks), add_generation_prompt=False, **variables)
+        spans = _header_spans(text, marks)
     for i in cut:
         if i < len(spans):
             start, end = spans[i]
@@ -88,6 +91,16 @@ def join_turns(conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[dic
             rows.append({**turn, "learnt": spans})
             spans = []
     return rows
+
+
+def _opened(messages: Messages, text: str, marks: TurnMarks) -> Messages:
+    """The messages, with what the template gives an answer put before those that `text` shows without it."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    shown = text.split(marks.header)[1:]
+    if len(shown) != len(answers):  # a user writes headers too
+        return messages
+    bare = {i for i, answer in zip(answers, shown, strict=True) if not answer.startswith(marks.given)}
+    return [{**m, "content": marks.given + m["content"]} if i in bare else m for i, m in enumerate(messages)]
 
 
 def _header_spans(text: str, marks: TurnMarks) -> Spans:

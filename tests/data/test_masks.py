@@ -87,7 +87,12 @@ def test_masks_are_the_references_for_qwen(messages):
 @pytest.mark.parametrize("messages", [[*chat(*texts, prefix=THOUGHT)[1:]] for texts in (["a", "b"], ["a", "b"] * 3)])
 def test_masks_are_the_references_for_gemma_which_skips_what_it_prepends(messages):
     tok = tokenizer(GEMMA)
-    assert mask_of(tok, messages) == reference_mask(tok, messages, "<|turn>model\n", "<turn|>\n", THOUGHT)
+    expected = reference_mask(tok, messages, "<|turn>model\n", "<turn|>\n", THOUGHT)
+    assert mask_of(tok, messages) == expected
+    bare = [{**message, "content": message["content"].removeprefix(THOUGHT)} for message in messages]
+    assert chat_tokens(tok, bare) == chat_tokens(tok, messages)
+    thinking = mask_of(tok, bare, enable_thinking=True)
+    assert thinking == reference_mask(tok, bare, "<|turn>model\n", "<turn|>\n")
 
 
 def test_what_the_template_writes_for_the_model_is_not_learnt():
