@@ -11,18 +11,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from dspark_jax.errors import UserError
+from dspark_jax.interop.chat_template import take_marks, template_environment
 
 # Tokens whose ids matter to decoding; transformers makes them special even where tokenizer.json does not.
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -35,9 +33,6 @@ _SPLIT = (
 )
 # By tokenizer.ggml.pre; smollm has no pattern of its own.
 _SPLITS = {"llama-bpe": _SPLIT.format(digits="{1,3}"), "qwen2": _SPLIT.format(digits=""), "smollm": None}
-
-# Around what a template marks as generated; Unicode keeps these code points from ever being text.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 # Values of tokenizer.ggml.token_type.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
@@ -195,16 +190,8 @@ class Tokenizer:
         """
         if self.chat_template is None or "endgeneration" not in self.chat_template:
             return []
-        pieces = re.split(f"({_OPEN}|{_CLOSE})", self._rendered(messages, False, kwargs, marked=True))
-        text, starts, spans = "", [], []
-        for piece in pieces:
-            if piece == _OPEN:
-                starts.append(len(text))
-            elif piece == _CLOSE and starts:
-                spans.append((starts.pop(), len(text)))
-            else:
-                text += piece
-        if starts or text != self.render(messages, add_generation_prompt=False, **kwargs):
+        text, spans = take_marks(self._rendered(messages, False, kwargs, marked=True))
+        if text != self.render(messages, add_generation_prompt=False, **kwargs):
             raise UserError(f"{self.source}: the generation spans of the chat template cannot be followed; mend it")
         return spans
 
@@ -226,11 +213,11 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return _template_environment().from_string(self.chat_template)
+        return template_environment().from_string(self.chat_template)
 
     @cached_property
     def _marked_template(self) -> jinja2.Template:
-        return _template_environment(_MarkedGenerationTag).from_string(self.chat_template)
+        return template_environment(marked=True).from_string(self.chat_template)
 
     def _mark_named_tokens(self) -> None:
         """Makes bos, eos, pad and unk special, so that they are matched in text and skipped in decoding."""
@@ -393,40 +380,3 @@ def _directory_template(path: Path, config: Mapping[str, Any]) -> str | None:
     if template is not None and not isinstance(template, str):
         raise UserError(f"{path}: chat_template is neither text nor a list of named templates; correct it")
     return template
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, with which templates mark the assistant's words, and renders its body."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _MarkedGenerationTag(_GenerationTag):
-    """The same, with marks around the body."""
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        mark = lambda text: jinja2.nodes.Output([jinja2.nodes.TemplateData(text)])  # noqa: E731
-        return [mark(_OPEN), *super().parse(parser), mark(_CLOSE)]
-
-
-def _template_environment(generation: type[_GenerationTag] = _GenerationTag) -> ImmutableSandboxedEnvironment:
-    """The environment that published chat templates expect; sandboxed, because they come from strangers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, generation]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        # jinja2's own filter escapes HTML characters, which models were never shown.
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
