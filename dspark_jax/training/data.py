@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,34 @@ def read_answers(path: str | Path, target: Target, thinking: str) -> list[Line]:
 
 
 def learnt_rows(lines: list[Line], tokenizer: Tokenizer | None, thinking: str) -> list[dict[str, Any]]:
-    """Rows to train on: tokens as they were generated, or those of the texts where servers gave texts alone."""
-    rows = []
+    """Rows to train on: tokens as they were generated, or those of the texts where servers gave texts alone.
+
+    Texts that the chat template refuses are left out, and counted on stderr. UserError when it refuses all.
+    """
+    rows, refusals = [], []
     for turns in conversations(lines):
         if "answer_ids" in turns[0]:
             rows += join_turns([turns])
             continue
-        cut = [i for i, turn in enumerate(turns) if turn["finish_reason"] == "length"]
-        ids, spans = chat_tokens(tokenizer, turns[-1]["messages"], cut, **thinking_variables(thinking))
-        if spans:
-            start = spans[0][0]
-            rows.append({"id": turns[0]["id"], "prompt_ids": ids[:start], "answer_ids": ids[start:], "learnt": spans})
+        try:
+            rows.append(_row_of_texts(turns, tokenizer, thinking))
+        except UserError as error:
+            refusals.append(error)
+    if refusals and not rows:
+        raise refusals[0]
+    if refusals:
+        print(f"{len(refusals)} answered conversations left out: {refusals[0]}", file=sys.stderr, flush=True)
     return rows
+
+
+def _row_of_texts(turns: list[Line], tokenizer: Tokenizer, thinking: str) -> dict[str, Any]:
+    """A conversation as one row, all answers learnt."""
+    cut = [i for i, turn in enumerate(turns) if turn["finish_reason"] == "length"]
+    ids, spans = chat_tokens(tokenizer, turns[-1]["messages"], cut, **thinking_variables(thinking))
+    if not spans:
+        raise UserError(f"{tokenizer.source}: the chat template shows none of the answers of {turns[0]['id']!r}")
+    start = spans[0][0]
+    return {"id": turns[0]["id"], "prompt_ids": ids[:start], "answer_ids": ids[start:], "learnt": spans}
 
 
 def trained_on(config: ConfigDict, target: Target) -> dict[str, Any]:

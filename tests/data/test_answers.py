@@ -132,6 +132,19 @@ def test_answers_of_servers_are_learnt_by_the_template(target):
     assert texts == ["b", "d<|end|>\n"]  # the first ran into the limit
 
 
+def test_texts_that_the_template_refuses_are_left_out_and_counted(target, capsys):
+    refusing = "{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% endif %}" + THINKING
+    tokenizer = Tokenizer(target.tokenizer._backend, {"eos_token": "<|end|>"}, refusing, "test")
+    lines = []
+    for text in ("yes", "no"):
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "an answer"}]
+        lines.append({"id": text, "messages": chat, "finish_reason": "stop"})
+    assert [row["id"] for row in learnt_rows(lines, tokenizer, "")] == ["yes"]
+    assert "1 answered conversations left out" in capsys.readouterr().err
+    with pytest.raises(UserError, match="never"):
+        learnt_rows(lines[1:], tokenizer, "")
+
+
 def test_training_takes_a_prepared_file_and_refuses_a_foreign_one(answered, target, thinking_target, tmp_path):
     path, lines = answered
     config = get_base()

@@ -164,6 +164,24 @@ def test_servers_that_die_end_the_run_and_what_they_gave_is_kept(serve, target, 
     assert len(path.read_text().splitlines()) == 50
 
 
+def test_answers_under_way_when_it_is_interrupted_are_kept(serve, target, tmp_path, monkeypatch):
+    server, path = serve(), tmp_path / "a.jsonl"
+    found, rows = find_servers([server.url]), [asks(str(i), f"q{i}", "more") for i in range(6)]
+    server.together = threading.Barrier(4)  # three requests are with the server, and we know it
+
+    def interrupt(*args, **options):
+        server.together.wait(timeout=20)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ask_servers(found, target, rows, path, **OPTIONS, at_a_time=3)
+    assert len(path.read_text().splitlines()) == 3
+    server.together = None
+    assert len(ask_servers(found, target, rows, path, **OPTIONS)) == 12 == len(server.asked)
+
+
 def test_servers_are_looked_at_first(serve, capsys):
     one, two = serve(), serve()
     nobody = "http://127.0.0.1:9/v1"
