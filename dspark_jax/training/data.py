@@ -13,9 +13,10 @@ from dspark_jax.data.generate import answers_run, write_answers, write_prompts
 from dspark_jax.data.jsonl import read_jsonl
 from dspark_jax.data.keep_out import KeepOut
 from dspark_jax.data.masks import chat_tokens, join_turns
+from dspark_jax.data.parts import written_rows
 from dspark_jax.data.prompts import training_prompts
 from dspark_jax.data.servers import ask_servers, find_servers
-from dspark_jax.data.turns import Line, conversations, thinking_variables
+from dspark_jax.data.turns import Line, conversations, open_turns, thinking_variables, turn_ids
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import load_drafter
@@ -42,15 +43,25 @@ def make_answers(config: ConfigDict, target: Target, path: str | Path) -> list[L
     data = config.data
     common = (data.temperatures, data.max_answer_tokens, config.seed, data.thinking)
     thinking_variables(data.thinking)  # a fault of the config shows before any work
-    servers = find_servers(data.servers) if data.servers else []
-    if servers and data.prompts:
-        return ask_servers(servers, target, find_prompts(config), path, *common, at_a_time=data.max_slots)
+    if data.servers and data.prompts:
+        return _served_answers(config, target, find_prompts(config), path, common)
     drafter = load_drafter(data.drafter, target) if data.drafter else None
     engine = Engine(target, drafter, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length)
     prompts = find_prompts(config, engine)
-    if servers:
-        return ask_servers(servers, target, prompts, path, *common, at_a_time=data.max_slots)
+    if data.servers:
+        return _served_answers(config, target, prompts, path, common)
     return write_answers(engine, prompts, path, *common)
+
+
+def _served_answers(
+    config: ConfigDict, target: Target, prompts: list[PromptRow], path: str | Path, common: tuple
+) -> list[Line]:
+    """Answers of the config's servers, which need not be there any more when all is answered."""
+    if not open_turns(prompts, written_rows(Path(path))):
+        ids = turn_ids(prompts)
+        return [line for line in read_answers(path, target, config.data.thinking) if line["id"] in ids]
+    servers = find_servers(config.data.servers)
+    return ask_servers(servers, target, prompts, path, *common, at_a_time=config.data.max_slots)
 
 
 def find_prompts(config: ConfigDict, engine: Engine | None = None) -> list[PromptRow]:

@@ -16,8 +16,8 @@ from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter, load_dr
 from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.interop.tokenizer import Tokenizer
-from dspark_jax.serving import foreign_chats
-from dspark_jax.training.data import learnt_rows, training_rows
+from dspark_jax.serving import chat_prompt, foreign_chats
+from dspark_jax.training.data import learnt_rows, make_answers, training_rows
 from dspark_jax.training.drafters import new_drafter_config
 
 THINKING = (
@@ -99,6 +99,25 @@ def test_given_answers_stay_and_ids_are_checked():
         turn_ids([asks("r", "a", "b"), asks("r#2", "c")])
 
 
+@pytest.mark.parametrize("drafter", ["", pytest.param("lookup", marks=pytest.mark.slow)])
+def test_a_configs_answers_with_and_without_a_drafter(target, tmp_path, drafter):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "one"}\n{"id": "b", "turns": ["one", "two", "three"]}\n')
+    c = get_base()
+    c.workdir, c.seed, c.data.prompts, c.data.drafter = str(tmp_path / "run"), OPTIONS["seed"], str(prompts), drafter
+    c.data.temperatures, c.data.max_answer_tokens = (0.0,), OPTIONS["max_tokens"]
+    c.data.max_slots, c.data.max_length = 4, 128
+    made = by_id(make_answers(c, target, tmp_path / "run" / "answers.jsonl"))
+    assert set(made) == {"a", "b", "b#2", "b#3"}
+    assert [row["content"] for row in made["b#3"]["messages"][1::2]] == [
+        target.tokenizer.decode(made[key]["answer_ids"]) for key in ("b", "b#2", "b#3")
+    ]
+    assert json.loads((tmp_path / "run" / "prompts.report.json").read_text())["read"] == 2
+    c.data.thinking = "perhaps"
+    with pytest.raises(UserError, match="thinking='perhaps'"):
+        make_answers(c, target, tmp_path / "b.jsonl")
+
+
 def test_thinking_reaches_the_template_and_is_part_of_the_run(thinking_target, tmp_path):
     engine = Engine(thinking_target, max_slots=4, max_length=128)
     for thinking, opening in (("off", "<|start|>assistant\n--"), ("on", "<|start|>assistant\n")):
@@ -166,6 +185,14 @@ def test_training_takes_a_prepared_file_and_refuses_a_foreign_one(answered, targ
     config.data.answers = str(tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match="no record of the answers"):
         training_rows(config, target)
+
+
+def test_serving_tells_the_template_whether_to_think(thinking_target):
+    c, messages = get_base(), ROWS[0].messages
+    assert chat_prompt(c, thinking_target, messages) == messages
+    c.serve.thinking = "off"
+    expected = thinking_target.tokenizer.encode("<|start|>user\none<|end|>\n<|start|>assistant\n--")
+    assert chat_prompt(c, thinking_target, messages) == expected
 
 
 def test_a_drafter_keeps_what_it_was_trained_on_and_serving_warns(thinking_target, target, tmp_path):

@@ -212,6 +212,12 @@ def test_the_door(serve, chat_model, tmp_path, capsys):
     assert "line 2: skipped: expected one of" in said.err
     prepare.main([*command, f"--out={tmp_path / 'other.jsonl'}"])
     assert (tmp_path / "other.jsonl").exists()
+    server.shutdown()
+    server.server_close()
+    prepare.main(command)  # all is answered: nobody need be there
+    assert "3 answers in" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no server"):
+        prepare.main([*command, f"--out={tmp_path / 'third.jsonl'}"])
 
 
 @pytest.mark.parametrize("words", [[], ["questions"], ["--config=x.py"]])
