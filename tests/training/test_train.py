@@ -59,6 +59,7 @@ def test_a_run_leaves_a_drafter_that_fits_its_target(unbroken, chat_model):
     target = load_target(chat_model)
     drafter = load_drafter(out, target)
     assert drafter.config.draft_vocab_size == 64 and drafter.target_fingerprint == target.fingerprint
+    assert drafter.trained_on == {"template": target.tokenizer.template_hash, "thinking": ""}
     assert drafter.borrowed.token_ids_Vd.tolist() == sorted(set(drafter.borrowed.token_ids_Vd.tolist()))
     assert set(target.config.eos_token_ids) <= set(drafter.borrowed.token_ids_Vd.tolist())
     assert sorted(losses(config.workdir)) == [1, 2, 3, 4, 5, 6]
