@@ -14,12 +14,6 @@ MIN_LEARNT = 8  # answers shorter than this teach a block drafter nothing
 SORTED_BATCHES = 16  # rows are sorted by length within this many batches, so that a batch pads little
 
 
-def learnt_spans(row: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The (start, end) tokens of `prompt_ids + answer_ids` that are learnt: the row's own `learnt`, else the answer."""
-    start = len(row["prompt_ids"])
-    return row.get("learnt") or [(start, start + len(row["answer_ids"]))]
-
-
 def draft_vocabulary(
     rows: Iterable[Mapping[str, Any]], size: int, always: Iterable[int], vocab_size: int
 ) -> np.ndarray:
@@ -30,8 +24,8 @@ def draft_vocabulary(
     counts = collections.Counter(
         token
         for row in rows
-        for start, end in learnt_spans(row)
-        for token in (row["prompt_ids"] + row["answer_ids"])[start:end]
+        for token, learnt in zip(row["prompt_ids"] + row["answer_ids"], _loss_mask(row), strict=True)
+        if learnt
     )
     first = list(dict.fromkeys(always))
     ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if t not in first]
@@ -42,9 +36,15 @@ def draft_vocabulary(
     return np.sort(np.asarray(chosen, np.int32))
 
 
+def learnt_length(row: Mapping[str, Any], max_length: int) -> int:
+    """How many tokens of a row, prompt and answer, are trained on; 0 if the answer's part of them is too short."""
+    length = min(len(row["prompt_ids"]) + len(row["answer_ids"]), max_length)
+    return length if length - len(row["prompt_ids"]) >= MIN_LEARNT else 0
+
+
 @flax.struct.dataclass
 class Batch:
-    """B sequences, zero-padded. The loss mask is 1 on the answers: prompts and padding are not learnt."""
+    """B sequences, zero-padded. The loss mask is 1 on the answer: the prompt and padding are not learnt."""
 
     token_BxS: np.ndarray
     loss_mask_BxS: np.ndarray
@@ -56,8 +56,13 @@ class Batches:
     """`batches(step)` gives the batch of a step."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, max_length: int, seed: int):
-        cut = [((row["prompt_ids"] + row["answer_ids"])[:max_length], learnt_spans(row)) for row in rows]
-        self.sequences = [(ids, spans) for ids, spans in cut if _learnt(len(ids), spans) >= MIN_LEARNT]
+        lengths = [learnt_length(row, max_length) for row in rows]
+        self.numbers = np.flatnonzero(lengths)  # of the rows that are used
+        self.sequences = [
+            ((row["prompt_ids"] + row["answer_ids"])[:length], _loss_mask(row)[:length])
+            for row, length in zip(rows, lengths, strict=True)
+            if length
+        ]
         self.batch_size, self.seed = batch_size, seed
         if len(self.sequences) < batch_size:
             raise UserError(
@@ -90,13 +95,13 @@ class Batches:
         lengths = np.array([len(ids) for ids, _ in chosen], np.int32)
         shape = (self.batch_size, -(-int(lengths.max()) // PAD_TO) * PAD_TO)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        for i, (ids, spans) in enumerate(chosen):
+        for i, (ids, learnt) in enumerate(chosen):
             tokens[i, : len(ids)] = ids
-            for start, end in spans:
-                mask[i, start : min(end, len(ids))] = 1
-        return Batch(tokens, mask, lengths, rows)
+            mask[i, : len(ids)] = learnt
+        return Batch(tokens, mask, lengths, self.numbers[rows])
 
 
-def _learnt(length: int, spans: Sequence[tuple[int, int]]) -> int:
-    """How many tokens are learnt of a sequence that is cut at `length`."""
-    return sum(max(min(end, length) - start, 0) for start, end in spans)
+def _loss_mask(row: Mapping[str, Any]) -> np.ndarray:
+    """0 for each token of the prompt, 1 for each of the answer; or what the row itself says (`loss_mask`)."""
+    parts = [0] * len(row["prompt_ids"]) + [1] * len(row["answer_ids"])
+    return np.asarray(row.get("loss_mask", parts), np.uint8)

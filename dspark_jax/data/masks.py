@@ -88,9 +88,18 @@ def join_turns(conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[dic
             spans = [*spans, (len(turn["prompt_ids"]), len(ids))]
             if later is not None and later["prompt_ids"][: len(ids)] == ids:
                 continue
-            rows.append({**turn, "learnt": spans})
+            rows.append(turn if len(spans) == 1 else {**turn, **masked_row(ids, spans)})
             spans = []
-    return rows
+    return [dict(row) for row in rows]
+
+
+def masked_row(ids: list[int], spans: Spans) -> dict[str, Any]:
+    """`prompt_ids` up to the first learnt token, `answer_ids` from there on, and the `loss_mask` over both."""
+    mask = [0] * len(ids)
+    for start, end in spans:
+        mask[start:end] = [1] * (end - start)
+    first = spans[0][0]
+    return {"prompt_ids": ids[:first], "answer_ids": ids[first:], "loss_mask": mask}
 
 
 def _opened(messages: Messages, text: str, marks: TurnMarks) -> Messages:

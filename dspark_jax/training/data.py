@@ -12,7 +12,7 @@ from dspark_jax.data.conversations import PromptRow
 from dspark_jax.data.generate import answers_run, write_answers, write_prompts
 from dspark_jax.data.jsonl import read_jsonl
 from dspark_jax.data.keep_out import KeepOut
-from dspark_jax.data.masks import chat_tokens, join_turns
+from dspark_jax.data.masks import chat_tokens, join_turns, masked_row
 from dspark_jax.data.parts import written_rows
 from dspark_jax.data.prompts import training_prompts
 from dspark_jax.data.servers import ask_servers, find_servers
@@ -26,7 +26,7 @@ from dspark_jax.scheduling.json_files import read_json, write_json
 
 
 def training_rows(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
-    """Rows of `prompt_ids`, `answer_ids` and what is `learnt`; answers that are missing are made first.
+    """Rows of `prompt_ids`, `answer_ids` and perhaps a `loss_mask`; answers that are missing are made first.
 
     Where `data.answers` names a file that is made elsewhere, it is taken as it is. Raises UserError when it is another
     target's, or of another chat template or way of thinking.
@@ -130,8 +130,7 @@ def _row_of_texts(turns: list[Line], tokenizer: Tokenizer, thinking: str) -> dic
     ids, spans = chat_tokens(tokenizer, turns[-1]["messages"], cut, **thinking_variables(thinking))
     if not spans:
         raise UserError(f"{tokenizer.source}: the chat template shows none of the answers of {turns[0]['id']!r}")
-    start = spans[0][0]
-    return {"id": turns[0]["id"], "prompt_ids": ids[:start], "answer_ids": ids[start:], "learnt": spans}
+    return {"id": turns[-1]["id"], **masked_row(ids, spans)}
 
 
 def trained_on(config: ConfigDict, target: Target) -> dict[str, Any]:

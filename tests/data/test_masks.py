@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dspark_jax.data.batches import Batches, draft_vocabulary
-from dspark_jax.data.masks import chat_tokens, join_turns, turn_marks
+from dspark_jax.data.masks import chat_tokens, join_turns, masked_row, turn_marks
 from dspark_jax.errors import UserError
 from dspark_jax.interop.tokenizer import Tokenizer
 
@@ -144,14 +144,16 @@ def test_turns_are_joined_where_the_tokens_continue_and_learnt_once():
     two = {"prompt_ids": [1, 2, 3, 9, 4], "answer_ids": [5, 9]}
     other = {"prompt_ids": [1, 2, 7, 7, 4], "answer_ids": [5, 9]}
     (joined,) = join_turns([[one, two]])
-    assert joined == {**two, "learnt": [(2, 4), (5, 7)]}
-    assert [row["learnt"] for row in join_turns([[one, other], [one]])] == [[(2, 4)], [(5, 7)], [(2, 4)]]
+    whole = {"prompt_ids": [1, 2], "answer_ids": [3, 9, 4, 5, 9]}
+    assert joined == {**whole, "loss_mask": [0, 0, 1, 1, 0, 1, 1]}
+    assert join_turns([[one, other], [one]]) == [one, other, one]
 
 
 def test_every_answer_of_a_row_is_learnt_and_counted():
-    row = {"prompt_ids": [1] * 3, "answer_ids": [2] * 20, "learnt": [(1, 2), (5, 9), (12, 23)]}
+    row = masked_row([1] * 23, [(1, 2), (5, 9), (12, 23)])
+    assert (row["prompt_ids"], len(row["answer_ids"])) == ([1], 22)
     batch = Batches([row, {"prompt_ids": [1], "answer_ids": [2] * 9}], 2, 16, seed=0)(0)
     masks = {int(i): mask.nonzero()[0].tolist() for i, mask in zip(batch.row_B, batch.loss_mask_BxS, strict=True)}
     assert masks == {0: [1, 5, 6, 7, 8, 12, 13, 14, 15], 1: list(range(1, 10))}
-    rows = [{"prompt_ids": [7] * 9, "answer_ids": [5, 6, 6], "learnt": [(9, 10)]}]
+    rows = [{"prompt_ids": [7] * 9, "answer_ids": [5, 6, 6], "loss_mask": [0] * 9 + [1, 0, 0]}]
     assert draft_vocabulary(rows, 1, always=(), vocab_size=9).tolist() == [5]
