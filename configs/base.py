@@ -38,18 +38,25 @@ def get_base() -> ConfigDict:
     c.drafter.ttt_length = 7  # tokens drafted in a round, and steps unrolled in training
 
     c.data = ConfigDict()
-    c.data.prompts = ""  # JSONL of prompts; "": the target writes them itself
+    c.data.prompts = ""  # JSONL of prompts, or hf:NAME[:SPLIT] of the hub; "": the target writes them itself
     c.data.num_prompts = 1000  # how many of them to answer, or to write
+    c.data.keep_out = (
+        ""  # folder of evaluation sets (JSONL with `turns`): prompts that share text with them are dropped
+    )
     c.data.openings = ("",)  # how self-written user turns begin, in rotation
     c.data.prompt_temperature = 0.9
     c.data.max_prompt_tokens = 96
     c.data.temperatures = (0.0, 0.5, 0.8, 1.0)  # each prompt is answered at one of these
     c.data.max_answer_tokens = 256
     c.data.max_length = 512  # of a training sequence, prompt and answer
-    c.data.max_slots = 64  # answers generated at a time
+    c.data.max_slots = 64  # answers generated at a time, of each server where there are some
     c.data.features = "online"  # or "cache": of the target's hidden states, written by `prepare-features`
     c.data.cache = ""  # its folder, gs://BUCKET/PATH or s3://BUCKET/PATH; a folder of DeepSpec's is read too
     c.data.cache_dtype = "bfloat16"  # "int8": taps in a byte each, 0.6 of the size; "float32"
+    c.data.thinking = ""  # "on", "off": told to the chat template (enable_thinking); "": as the template has it
+    c.data.drafter = ""  # speeds the answers up: as serve.drafter; they are the target's own all the same
+    c.data.servers = ()  # "http://HOST:PORT/v1", …: OpenAI-compatible servers of the target that answer instead
+    c.data.answers = ""  # a file that `prepare answers` wrote; "": answers.jsonl in the workdir, made where missing
 
     c.train = ConfigDict()
     c.train.steps = 1000
@@ -78,6 +85,7 @@ def get_base() -> ConfigDict:
     c.serve.sampler = "rejection"
     c.serve.max_slots = 16
     c.serve.max_length = 0  # prompt and answer; 0: the model's context
+    c.serve.thinking = ""  # as data.thinking
     c.serve.processes = ""  # that share the prompts: "auto" on TPU pods and Slurm, "HOST:PORT,COUNT,INDEX" elsewhere
 
     c.sampling = ConfigDict()

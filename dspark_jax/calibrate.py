@@ -33,7 +33,7 @@ from dspark_jax.scheduling.calibration import (
     save_temperatures,
 )
 from dspark_jax.scheduling.simulate import recorded_trace, save_trace
-from dspark_jax.serving import load_models, make_engine, sampling_params
+from dspark_jax.serving import chat_prompt, load_models, make_engine, sampling_params
 
 
 def define(values: flags.FlagValues) -> None:
@@ -78,7 +78,8 @@ def answers(config: ConfigDict, engine: Engine, prompts: str, temperature: float
         config.sampling.temperature = temperature
     params = [sampling_params(config, row) for row in rows]
     with Progress(f"answers at temperature {temperature:g}", len(rows)) as progress:
-        for _, completion in engine.stream_completions([row.messages for row in rows], params):
+        asked = [chat_prompt(config, engine.target, row.messages) for row in rows]
+        for _, completion in engine.stream_completions(asked, params):
             done.append(completion)
             progress.advance(1)
     failed = next((c.error for c in done if c.error), None)

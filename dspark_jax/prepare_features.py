@@ -21,6 +21,7 @@ from dspark_jax.errors import UserError
 from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.parallel import start_processes
 from dspark_jax.progress import Progress
+from dspark_jax.training.data import check_answers, learnt_rows
 from dspark_jax.training.drafters import new_drafter_config
 from dspark_jax.training.features import Features, target_features
 
@@ -37,8 +38,12 @@ def main(argv: list[str]) -> None:
     if not config.data.cache:
         raise UserError("where to? set data.cache to a folder, gs://BUCKET/PATH or s3://BUCKET/PATH")
     process, processes = start_processes(config.serve.processes)
-    rows = read_answers(given.answers or Path(config.workdir) / "answers.jsonl")
+    path, thinking = given.answers or Path(config.workdir) / "answers.jsonl", config.data.thinking
+    lines = read_answers(path)
     target = load_target(config.target.path, dtype=config.target.dtype or None)
+    if Path(f"{path}.run.json").exists():
+        check_answers(path, target, thinking)
+    rows = learnt_rows(lines, target.tokenizer, thinking)
     target = target.with_taps(new_drafter_config(config, target).tap_layers)
     info = CacheInfo.of(target, target.tap_layers, config.data.cache_dtype, config.data.max_length)
     with CacheWriter(config.data.cache, info, len(rows), process, processes) as writer:
@@ -53,10 +58,16 @@ def main(argv: list[str]) -> None:
 
 
 def read_answers(path: str | Path) -> list[dict[str, Any]]:
-    """The rows that `train.py` or `prepare answers` wrote. Raises UserError, naming the line, on any other."""
+    """The lines that `train.py` or `prepare answers` wrote, but for prompts that have no answer.
+
+    Raises UserError, naming the line, on any other.
+    """
     rows = []
     for number, row in read_jsonl(path):
-        if not all(isinstance(row.get(name), kind) for name, kind in _FIELDS.items()):
+        if row.get("finish_reason") == "error":
+            continue
+        of_text = isinstance(row.get("messages"), list)  # a server's: the chat template finds its tokens
+        if not of_text and not all(isinstance(row.get(name), kind) for name, kind in _FIELDS.items()):
             raise UserError(f"{path}, line {number}: a row of answers has {', '.join(_FIELDS)}")
         rows.append(row)
     if not rows:

@@ -1,6 +1,7 @@
 """Batch serving, behind `serve.py`: prompts in, answers and a report out, resumable by request id."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from dspark_jax.data.conversations import PromptRow, read_prompts
+from dspark_jax.data.conversations import Messages, PromptRow, read_prompts
 from dspark_jax.data.generate import seed_of
 from dspark_jax.data.jsonl import ResumableJsonl, check_run
 from dspark_jax.data.parts import give_part, part_path, parts_of, take_parts, written_rows
+from dspark_jax.data.turns import thinking_variables
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.profiling import drafter_fingerprint, stamp_of
-from dspark_jax.decoding.requests import Completion
+from dspark_jax.decoding.requests import Completion, Prompt
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
 from dspark_jax.evaluation.report import environment, generation_report
@@ -29,9 +31,43 @@ from dspark_jax.scheduling.json_files import write_json
 
 
 def load_models(config: ConfigDict) -> tuple[Target, Drafter | None]:
-    """The target and, where the config names one, its drafter."""
+    """The target and, where the config names one, its drafter. Warns where it was trained on other chats."""
+    thinking_variables(config.serve.thinking)  # a fault of the config is no request's
     target = load_target(config.target.path, dtype=config.target.dtype or None, mesh=parse_mesh(config.mesh))
-    return target, load_drafter(config.serve.drafter, target) if config.serve.drafter else None
+    drafter = load_drafter(config.serve.drafter, target) if config.serve.drafter else None
+    warning = drafter and foreign_chats(config, target, drafter)
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return target, drafter
+
+
+def foreign_chats(config: ConfigDict, target: Target, drafter: Drafter) -> str | None:
+    """Says how the chats a drafter was trained on differ from those it is served with; None where they do not.
+
+    The answers are the target's own all the same.
+    """
+    trained, tokenizer, now = drafter.trained_on, target.tokenizer, config.serve.thinking
+    serves = thinking_variables(now)
+    if not trained or tokenizer is None or tokenizer.chat_template is None:
+        return None
+    fewer = "fewer drafts are accepted"
+    if trained.get("template") != tokenizer.template_hash:
+        return f"{drafter.name} was trained with another chat template than {target.name} has here: {fewer}"
+    question, before = [{"role": "user", "content": "?"}], trained.get("thinking", "")
+    # A template that does not know of thinking writes the same for all.
+    if tokenizer.render(question, **thinking_variables(before)) != tokenizer.render(question, **serves):
+        words = {"on": "with thinking on", "off": "with thinking off", "": "as the chat template thinks by itself"}
+        advice = f'set serve.thinking="{before}", or expect that {fewer}'
+        return f"{drafter.name} was trained {words[before]} and is served {words[now]}: {advice}"
+    return None
+
+
+def chat_prompt(config: ConfigDict, target: Target, messages: Messages) -> Prompt:
+    """The messages, rendered where the config says whether the model is to think. UserError as the template's."""
+    variables = thinking_variables(config.serve.thinking)
+    if not variables or target.tokenizer is None:
+        return messages
+    return target.tokenizer.chat_ids(messages, **variables)
 
 
 def make_engine(config: ConfigDict, target: Target, drafter: Drafter | None, **overrides: Any) -> Engine:
@@ -105,13 +141,14 @@ def _answer(
     ready = []
     for row in todo:
         try:
-            ready.append((row, sampling_params(config, row)))
+            ready.append((row, sampling_params(config, row), chat_prompt(config, engine.target, row.messages)))
         except UserError as error:
             file.append({"id": row.id, "finish_reason": "error", "error": str(error)})
             progress.advance(1)
-    requests = engine.stream_completions([row.messages for row, _ in ready], [params for _, params in ready])
+    requests = engine.stream_completions([prompt for _, _, prompt in ready], [params for _, params, _ in ready])
     for index, completion in requests:
-        file.append(answer_row(*ready[index], completion))
+        row, params, _ = ready[index]
+        file.append(answer_row(row, params, completion))
         progress.advance(1)
 
 
@@ -141,7 +178,8 @@ def stream_prompt(config: ConfigDict, prompt: str) -> Iterator[str | dict[str, A
     target, drafter = load_models(config)
     engine = make_engine(config, target, drafter, max_slots=1)
     row = PromptRow("prompt", [{"role": "user", "content": prompt}])
-    requests = engine.requests([prompt], sampling_params(config, row))
+    asked = chat_prompt(config, target, row.messages) if config.serve.thinking else prompt
+    requests = engine.requests([asked], sampling_params(config, row))
     start = time.monotonic()
     for _, event in engine.run(requests, rounds=1):
         if event.finish_reason == "error":
@@ -155,5 +193,5 @@ def _run_identity(config: ConfigDict, engine: Engine, drafter: Drafter | None) -
     return {
         "target": engine.target.fingerprint, "drafter": dataclasses.asdict(drafter.config) if drafter else None,
         "strategy": config.serve.strategy, "sampler": config.serve.sampler, "sampling": config.sampling.to_dict(),
-        "seed": config.seed,
+        "seed": config.seed, "thinking": config.serve.thinking or None,
     }  # fmt: skip

@@ -21,7 +21,12 @@ def draft_vocabulary(
 
     Ids never seen fill up a vocabulary that the answers do not; ties go to the lower id.
     """
-    counts = collections.Counter(token for row in rows for token in row["answer_ids"])
+    counts = collections.Counter(
+        token
+        for row in rows
+        for token, learnt in zip(row["prompt_ids"] + row["answer_ids"], _loss_mask(row), strict=True)
+        if learnt
+    )
     first = list(dict.fromkeys(always))
     ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if t not in first]
     unseen = (t for t in range(vocab_size) if t not in counts and t not in first)

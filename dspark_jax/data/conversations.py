@@ -13,7 +13,8 @@ Messages = list[dict[str, str]]
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
             "logit_bias", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
             "logprobs")  # fmt: skip
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ROLES = {"human": "user", "user": "user", "system": "system"}
+_ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +47,39 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
 
 
 def row_messages(row: dict[str, Any], where: str) -> Messages:
-    """The messages of a row up to its last user turn. `where` names the row in errors."""
-    if "prompt" in row:
-        messages = [("user", row["prompt"])]
-    elif "turns" in row:
-        messages = [("user", row["turns"][0])] if isinstance(row["turns"], list) and row["turns"] else []
-    else:
-        turns = row.get("messages", row.get("conversations"))
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise UserError(f"{where}: expected one of prompt, turns, messages, conversations")
-        messages = [(turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in turns]
-    for role, text in messages:
-        if role not in _ROLES:
-            raise UserError(f"{where}: unknown role {role!r}")
-        if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{where}: an empty or non-text {_ROLES[role]} message")
-    named = [{"role": _ROLES[role], "content": text} for role, text in messages]
+    """The messages of a row up to its last user turn. UserError on another shape; `where` names the row."""
+    try:
+        if "prompt" in row:
+            named = named_turns([("user", row["prompt"])])
+        elif "turns" in row:
+            named = named_turns([("user", row["turns"][0])]) if isinstance(row["turns"], list) and row["turns"] else []
+        else:
+            named = named_turns(chat_turns(row))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
     while named and named[-1]["role"] != "user":
         named.pop()
     if not named:
         raise UserError(f"{where}: no user message to answer")
     return named
+
+
+def chat_turns(row: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """(role, text) of a row's `messages` or `conversations`, as they stand there. ValueError on another shape."""
+    turns = row.get("messages", row.get("conversations"))
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError("expected one of prompt, turns, messages, conversations")
+    return [(turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in turns]
+
+
+def named_turns(turns: list[tuple[Any, Any]]) -> Messages:
+    """The same as messages, with our names of the roles. ValueError on an unknown role or a turn without text."""
+    for role, text in turns:
+        if not isinstance(role, str) or role not in _ROLES:
+            raise ValueError(f"unknown role {role!r}")
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"an empty or non-text {_ROLES[role]} message")
+    return [{"role": _ROLES[role], "content": text} for role, text in turns]
 
 
 def user_opening(tokenizer: Tokenizer) -> str:

@@ -1,16 +1,20 @@
 """The target's own data: prompts that it writes when given the opening of a user turn, and its answers to prompts."""
 
+import collections
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.data.conversations import Messages, PromptRow, user_opening
+from dspark_jax.data.conversations import PromptRow, user_opening
 from dspark_jax.data.jsonl import ResumableJsonl
+from dspark_jax.data.keep_out import KeepOut
+from dspark_jax.data.turns import Line, Turn, open_turns, thinking_variables, turn_ids
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
+from dspark_jax.interop.target_io import Target
 from dspark_jax.progress import Progress
 
 WAVE = 512  # requests handed to the engine at a time
@@ -29,10 +33,12 @@ def write_prompts(
     temperature: float,
     max_tokens: int,
     seed: int,
+    keep_out: KeepOut | None = None,
 ) -> list[PromptRow]:
     """Lets the target write `count` different user turns, starting them with `openings` in turn; resumable.
 
-    Turns that do not end, and those that are too short, repetitive or not plain text, are written as refused.
+    Turns that do not end, those that are too short, repetitive or not plain text, and those of `keep_out` are written
+    as refused.
     """
     tokenizer = engine.target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
@@ -44,6 +50,7 @@ def write_prompts(
         "temperature": temperature,
         "max_tokens": max_tokens,
         "seed": seed,
+        "keep_out": keep_out.fingerprint if keep_out else None,
     }
     with ResumableJsonl(path, run) as out, Progress("prompts", count) as progress:
         texts = {row["text"] for row in out.rows if row["text"]}
@@ -60,6 +67,7 @@ def write_prompts(
             for index, done in engine.stream_completions(prompts, params):
                 text = (starts[index] + done.text).strip()
                 kept = done.finish_reason == "stop" and is_plain_question(text) and text not in texts
+                kept = kept and not (keep_out and keep_out.shared([{"role": "user", "content": text}]))
                 out.append({"id": ids[index], "text": text if kept else ""})
                 if kept:
                     texts.add(text)
@@ -77,6 +85,21 @@ def is_plain_question(text: str) -> bool:
     return len(set(words)) > 0.5 * len(words) and not re.search(r"(.)\1{9}", text)
 
 
+def answers_run(
+    target: Target, temperatures: Sequence[float], max_tokens: int, seed: int, thinking: str, model: str | None = None
+) -> dict[str, Any]:
+    """What identifies a file of answers. `model`: as the servers that gave them call it."""
+    return {
+        "target": target.fingerprint,
+        "temperatures": list(temperatures),
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "template": target.tokenizer.template_hash if target.tokenizer else None,
+        "thinking": thinking or None,
+        "model": model,
+    }
+
+
 def write_answers(
     engine: Engine,
     rows: Sequence[PromptRow],
@@ -84,50 +107,54 @@ def write_answers(
     temperatures: Sequence[float],
     max_tokens: int,
     seed: int,
-) -> list[dict[str, Any]]:
-    """The target's answer to each prompt, in batches, keyed by id; resumable.
+    thinking: str = "",
+) -> list[Line]:
+    """The target's answer to every turn of every row, in batches, keyed by id; resumable.
 
-    Each prompt is answered once, at a temperature that its id picks from `temperatures`. Rows keep the exact token ids:
-    training on re-tokenised text would show the drafter tokens that the target never produced.
+    Each turn is answered once, after the target's own answers to the ones before it, at a temperature that its id picks
+    from `temperatures`. Lines keep the exact token ids: training on re-tokenised text would show the drafter tokens
+    that the target never produced. A turn that cannot be answered gets a line that says why, and its conversation ends.
     """
-    run = {
-        "target": engine.target.fingerprint,
-        "temperatures": list(temperatures),
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "template": engine.target.tokenizer.template_hash if engine.target.tokenizer else None,
-    }
-    with ResumableJsonl(path, run) as out, Progress("answers", len(rows)) as progress:
-        todo = [row for row in rows if row.id not in out.done]
-        progress.update(len(rows) - len(todo))
-        for wave in _waves(todo):
-            params = [_answer_params(row.id, temperatures, max_tokens, seed) for row in wave]
-            for index, done in engine.stream_completions([row.messages for row in wave], params):
-                row = wave[index]
-                out.append(
-                    {
-                        "id": row.id,
-                        "messages": [*row.messages, {"role": "assistant", "content": done.text}],
-                        "prompt_ids": prompt_ids(engine, row.messages),
-                        "answer_ids": done.token_ids,
-                        "finish_reason": done.finish_reason,
-                        "temperature": params[index].temperature,
-                    }
-                )
+    if engine.target.tokenizer is None:
+        raise UserError("only a target with a tokenizer can answer prompts to train on")
+    ids, variables = turn_ids(rows), thinking_variables(thinking)
+    run = answers_run(engine.target, temperatures, max_tokens, seed, thinking)
+    with ResumableJsonl(path, run) as out, Progress("answers", len(ids)) as progress:
+        todo = collections.deque(open_turns(rows, out.rows))
+        progress.update(len(ids & out.done))
+        while todo:
+            wave = [todo.popleft() for _ in range(min(WAVE, len(todo)))]
+            params = [answer_params(turn.id, temperatures, max_tokens, seed) for turn in wave]
+            for turn, line in _answer_wave(engine, wave, params, variables):
+                out.append(line)
                 progress.advance(1)
-        wanted = {row.id for row in rows}
-        return [row for row in out.rows if row["id"] in wanted]
+                following = turn.after(line)
+                if following:
+                    todo.append(following)
+        return [row for row in out.rows if row["id"] in ids]
 
 
-def prompt_ids(engine: Engine, messages: Messages) -> list[int]:
-    return engine.target.tokenizer.chat_ids(messages)
-
-
-def _answer_params(key: str, temperatures: Sequence[float], max_tokens: int, seed: int) -> SamplingParams:
+def answer_params(key: str, temperatures: Sequence[float], max_tokens: int, seed: int) -> SamplingParams:
+    """How the turn of id `key` is answered."""
     own = seed_of(f"{seed}/answer/{key}")
     return SamplingParams(temperature=temperatures[own % len(temperatures)], seed=own, max_tokens=max_tokens)
 
 
-def _waves(rows: Sequence[PromptRow]) -> Iterator[Sequence[PromptRow]]:
-    for start in range(0, len(rows), WAVE):
-        yield rows[start : start + WAVE]
+def _answer_wave(
+    engine: Engine, wave: Sequence[Turn], params: Sequence[SamplingParams], variables: Mapping[str, Any]
+) -> Iterator[tuple[Turn, Line]]:
+    """Yields turns and their lines as they end."""
+    ready = []
+    for turn, own in zip(wave, params, strict=True):
+        try:
+            ready.append((turn, own, engine.target.tokenizer.chat_ids(turn.chat, **variables)))
+        except UserError as error:
+            yield turn, turn.failed(str(error))
+    requests = engine.stream_completions([ids for _, _, ids in ready], [own for _, own, _ in ready])
+    for index, done in requests:
+        turn, own, ids = ready[index]
+        if done.finish_reason == "error":
+            yield turn, turn.failed(done.error)
+            continue
+        tokens = {"prompt_ids": ids, "answer_ids": done.token_ids}
+        yield turn, turn.line({"content": done.text}, done.finish_reason, **tokens, temperature=own.temperature)

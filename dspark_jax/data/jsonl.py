@@ -11,20 +11,31 @@ from dspark_jax.errors import UserError
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number, object); blank lines are skipped. UserError names the line that is malformed."""
+    for number, line in read_lines(path):
+        try:
+            yield number, parse_object(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (line number, line) of a file, without the blank ones. UserError when there is no such file."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"no such file: {path}")
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}, line {number}: not valid JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
-            yield number, row
+        yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object in a line. ValueError says why there is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+    return row
 
 
 def check_run(path: Path, run: Mapping[str, Any]) -> None:

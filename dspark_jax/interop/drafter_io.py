@@ -47,6 +47,8 @@ class Drafter:
     borrowed: Borrowed | None = None
     target_fingerprint: str = ""  # of the target it was trained for; "" where its file does not say
     name: str = ""  # what it was loaded as
+    # "template" (its hash) and "thinking" ("on", "off", "") of its training data; empty where its file does not say.
+    trained_on: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def module(self) -> DSpark | Eagle3 | Lookup:
@@ -95,7 +97,7 @@ def load_drafter(source: str | Path, target: Target, *, block_size: int | None =
     params = params_from_tensors(config, tensors, target.dtype)
     # Of foreign heads only whole ones are the target's; ours are, reduced or not.
     borrowed = read_tables(tensors, config, target, own_head="target_fingerprint" not in raw)
-    drafter = Drafter(config, params, borrowed, raw.get("target_fingerprint", ""), str(source))
+    drafter = Drafter(config, params, borrowed, raw.get("target_fingerprint", ""), str(source), _chats(raw))
     return drafter.on_mesh(target.mesh) if target.mesh else drafter
 
 
@@ -116,6 +118,12 @@ def _automatic(target: Target, block_size: int | None) -> Drafter:
         drafter, why = _lookup(target, block_size), str(error)
     print(f"drafter: {drafter.name} ({why})", file=sys.stderr, flush=True)
     return drafter
+
+
+def _chats(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a file of ours says of the chats it was trained on."""
+    chats = raw.get("trained_on")
+    return chats if isinstance(chats, dict) else {}
 
 
 def _special_ids(raw: Mapping[str, Any]) -> set[int]:

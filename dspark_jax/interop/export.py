@@ -49,6 +49,8 @@ _ZERO_HEAD_RANK = 16  # any will do
 def save_drafter(path: str | Path, drafter: Drafter, target: Target) -> None:
     """Writes a drafter in our own format, bfloat16. Files of another name in the directory stay."""
     config, tensors = checkpoint("ours", drafter, target)
+    if drafter.trained_on:
+        config = {**config, "trained_on": dict(drafter.trained_on)}
     path = Path(path).absolute()
     with _written(path, config, tensors) as fresh:
         path.mkdir(exist_ok=True)

@@ -11,18 +11,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from dspark_jax.errors import UserError
+from dspark_jax.interop.chat_template import take_marks, template_environment
 
 # Tokens whose ids matter to decoding; transformers makes them special even where tokenizer.json does not.
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -182,10 +180,29 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError(f"{self.source}: no chat template, so chat messages cannot be used; give text or token ids")
+        return self._rendered(messages, add_generation_prompt, kwargs)
+
+    def generation_spans(self, messages: list[dict[str, str]], **kwargs: Any) -> list[tuple[int, int]]:
+        """Where `render(messages, False, **kwargs)` has the bodies of `{% generation %}`: (start, end) characters.
+
+        Empty where the template marks nothing. Raises `UserError` as `render` does, and where a template works on
+        marked text so that its place is lost.
+        """
+        if self.chat_template is None or "endgeneration" not in self.chat_template:
+            return []
+        text, spans = take_marks(self._rendered(messages, False, kwargs, marked=True))
+        if text != self.render(messages, add_generation_prompt=False, **kwargs):
+            raise UserError(f"{self.source}: the generation spans of the chat template cannot be followed; mend it")
+        return spans
+
+    def _rendered(
+        self, messages: list[dict[str, str]], opens_answer: bool, given: Mapping[str, Any], marked: bool = False
+    ) -> str:
         # Templates test `tools is not none`, which an undefined name would pass.
-        variables = {"tools": None, "documents": None, **self._special_texts, **kwargs}
+        variables = {"tools": None, "documents": None, **self._special_texts, **given}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            template = self._marked_template if marked else self._template
+            return template.render(messages=messages, add_generation_prompt=opens_answer, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{self.source}: the chat template failed ({error}); check the messages") from error
 
@@ -196,7 +213,11 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return _template_environment().from_string(self.chat_template)
+        return template_environment().from_string(self.chat_template)
+
+    @cached_property
+    def _marked_template(self) -> jinja2.Template:
+        return template_environment(marked=True).from_string(self.chat_template)
 
     def _mark_named_tokens(self) -> None:
         """Makes bos, eos, pad and unk special, so that they are matched in text and skipped in decoding."""
@@ -359,32 +380,3 @@ def _directory_template(path: Path, config: Mapping[str, Any]) -> str | None:
     if template is not None and not isinstance(template, str):
         raise UserError(f"{path}: chat_template is neither text nor a list of named templates; correct it")
     return template
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, with which templates mark the assistant's words, and renders its body."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that published chat templates expect; sandboxed, because they come from strangers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        # jinja2's own filter escapes HTML characters, which models were never shown.
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment

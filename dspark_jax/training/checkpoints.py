@@ -12,7 +12,9 @@ from dspark_jax.errors import UserError
 from dspark_jax.training.step import TrainState
 
 # Keys that may differ between the runs that write and continue a checkpoint.
-_FREE = {"train.log_every", "train.checkpoint_every", "data.max_slots", "data.cache_dtype"}
+_FREE = {
+    "train.log_every", "train.checkpoint_every", "data.max_slots", "data.cache_dtype", "data.drafter", "data.servers"
+}  # fmt: skip
 
 
 def open_checkpoints(config: ConfigDict) -> ocp.CheckpointManager:

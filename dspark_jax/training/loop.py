@@ -17,7 +17,7 @@ from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.progress import Progress
 from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
-from dspark_jax.training.data import features_cache, training_rows
+from dspark_jax.training.data import features_cache, trained_on, training_rows
 from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
@@ -50,7 +50,8 @@ def train(config: ConfigDict) -> Path:
     source = CachedFeatures(target, cache) if cache else FeatureSource(target, config.train.keep_features)
     state = _run_steps(config, setup, source, drafter, state, batches, manager, schedule)
     out = Path(config.workdir) / "drafter"
-    save_drafter(out, dataclasses.replace(drafter, params=state.params), target)
+    trained = dataclasses.replace(drafter, params=state.params, trained_on=trained_on(config, target))
+    save_drafter(out, trained, target)
     return out
 
 

@@ -59,6 +59,7 @@ def test_a_run_leaves_a_drafter_that_fits_its_target(unbroken, chat_model):
     target = load_target(chat_model)
     drafter = load_drafter(out, target)
     assert drafter.config.draft_vocab_size == 64 and drafter.target_fingerprint == target.fingerprint
+    assert drafter.trained_on == {"template": target.tokenizer.template_hash, "thinking": ""}
     assert drafter.borrowed.token_ids_Vd.tolist() == sorted(set(drafter.borrowed.token_ids_Vd.tolist()))
     assert set(target.config.eos_token_ids) <= set(drafter.borrowed.token_ids_Vd.tolist())
     assert sorted(losses(config.workdir)) == [1, 2, 3, 4, 5, 6]
@@ -176,7 +177,7 @@ def test_too_few_rows_for_a_batch_are_refused():
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_and_the_end():
-    rows = [{"answer_ids": [5, 5, 5, 7, 7, 9]}]
+    rows = [{"prompt_ids": [], "answer_ids": [5, 5, 5, 7, 7, 9]}]
     assert draft_vocabulary(rows, 3, always=(2,), vocab_size=20).tolist() == [2, 5, 7]
     assert draft_vocabulary(rows, 6, always=(2,), vocab_size=20).tolist() == [0, 1, 2, 5, 7, 9]
 
