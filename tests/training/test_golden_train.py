@@ -93,8 +93,10 @@ def test_every_gradient(case, loss_and_gradients):
     assert [name for name in expected if not close(gradients[name], expected[name])] == []
 
 
-def test_features_of_our_own_target_are_the_references(case):
+def test_features_of_our_own_target_are_the_references(case, x64):
+    """In float64: float32 itself rounds the Gemma4 target's by 0.7 to 2.3 parts in 10^5, as the CPU has it."""
     target, _, arrays, _ = case
-    features = target_features(target.module, target.params, arrays["input_ids"])
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), target.params)
+    features = target_features(target.module, params, arrays["input_ids"])
     assert close(features.taps_BxSxMH, arrays["taps"])
     assert close(features.last_hidden_BxSxH, arrays["last_hidden"])
