@@ -85,12 +85,13 @@ def costs(slots: int, drafts: int) -> CostTable:
 @pytest.fixture(scope="module")
 def scheduled(talk, tiny_drafter, tiny_eagle):
     """scheduled(strategy, drafter, sampler): an engine that decides round by round what to verify."""
-    drafters = {
-        "bigram": tiny_drafter(talk.target, "bigram", 4),
-        "reduced": tiny_drafter(talk.target, "bigram", 3, [*range(20), *range(30, 42)]),
-        "eagle": tiny_eagle(talk.target),
-        "lookup": load_drafter("lookup", talk.target),
-    }
+    with jax.enable_x64(True):
+        drafters = {
+            "bigram": tiny_drafter(talk.target, "bigram", 4),
+            "reduced": tiny_drafter(talk.target, "bigram", 3, [*range(20), *range(30, 42)]),
+            "eagle": tiny_eagle(talk.target),
+            "lookup": load_drafter("lookup", talk.target),
+        }
 
     def make(strategy: str, drafter: str, sampler: str = "coupled", slots: int = 3) -> Engine:
         sizes = {"max_slots": slots, "rounds_per_dispatch": 4, "page_size": 4}
