@@ -11,11 +11,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import KeysValues
-from dspark_jax.parallel import MODEL, constrain, split
+from dspark_jax.parallel import MODEL, split
 from pallas_kernels.ragged_attention import Prefix, Rows
 
 # How a pool is split on a mesh, where its heads divide.
@@ -45,16 +45,29 @@ class PagePool:
         self, k_LxNxKVxD: jax.Array, v_LxNxKVxD: jax.Array, table_RxC: jax.Array, rows: Rows, keep_N: jax.Array
     ) -> "PagePool":
         """Stores the rows to keep at their absolute positions; the others are dropped."""
-        layers, pages, heads, size, _ = self.k_LxPxKVxSxD.shape
+        pages, size = self.k_LxPxKVxSxD.shape[1], self.k_LxPxKVxSxD.shape[3]
         column = rows.position_N // size
         keep_N = keep_N & rows.valid_N & (column < table_RxC.shape[1])
         page_N = jnp.where(keep_N, table_RxC[rows.slot_N, column], pages)
+        place = (page_N, rows.position_N % size)
+        return PagePool(_put(self.k_LxPxKVxSxD, k_LxNxKVxD, *place), _put(self.v_LxPxKVxSxD, v_LxNxKVxD, *place))
+
+
+def _put(pool: jax.Array, new_LxNxKVxD: jax.Array, page_N: jax.Array, row_N: jax.Array) -> jax.Array:
+    """`pool` with N rows written; pages past its end are dropped. On a mesh every device writes its own heads."""
+
+    def put(pool: jax.Array, new: jax.Array, page_N: jax.Array, row_N: jax.Array) -> jax.Array:
+        layer, head = jnp.arange(pool.shape[0])[:, None, None], jnp.arange(pool.shape[2])
         # An index for every axis: XLA for TPU copies the whole pool for some scatters of slices.
-        layer, head = jnp.arange(layers)[:, None, None], jnp.arange(heads)
-        at = (layer, page_N[:, None], head, rows.position_N[:, None] % size)
-        k, v = self.k_LxPxKVxSxD.at[at], self.v_LxPxKVxSxD.at[at]
-        written = (k.set(k_LxNxKVxD, mode="drop"), v.set(v_LxNxKVxD, mode="drop"))
-        return PagePool(*(constrain(pool, *HEADS) for pool in written))
+        return pool.at[layer, page_N[:, None], head, row_N[:, None]].set(new, mode="drop")
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return put(pool, new_LxNxKVxD, page_N, row_N)
+    # Left to itself, XLA would gather the rows of all heads: it cannot split a scatter along an axis that is indexed.
+    heads = split(mesh, pool.shape, HEADS)
+    specs = (heads, split(mesh, new_LxNxKVxD.shape, (None, None, MODEL, None)), PartitionSpec(), PartitionSpec())
+    return jax.shard_map(put, in_specs=specs, out_specs=heads)(pool, new_LxNxKVxD, page_N, row_N)
 
 
 Pools = tuple[PagePool, ...]  # one for each kind of attention; a page id means the same rows in all of them
