@@ -43,9 +43,9 @@ def fold_in(key: Key, a: jax.Array | int, b: jax.Array | int = 0) -> Key:
     return threefry2x32(key, (jnp.asarray(a).astype(jnp.uint32), jnp.asarray(b).astype(jnp.uint32)))
 
 
-def position_key(seed: Key, position: jax.Array, role: Role, slot: jax.Array | int = 0) -> Key:
-    """The key of a role at an absolute position; `slot` tells apart draft blocks that cover the same position."""
-    return fold_in(fold_in(seed, position, slot), int(role))
+def position_key(seed: Key, position: jax.Array, role: Role | jax.Array, slot: jax.Array | int = 0) -> Key:
+    """The key of a role, or of one role each, at an absolute position. `slot` tells apart blocks that cover it."""
+    return fold_in(fold_in(seed, position, slot), role)
 
 
 def uniform(key: Key, token_id: jax.Array | int = 0) -> jax.Array:

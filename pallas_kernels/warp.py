@@ -10,12 +10,17 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Warp:
-    """One request's (or row's) warp in each entry. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+    """One request's (or row's) warp in each entry. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off.
+
+    The static part promises what no entry asks for, so that a program need not be able to do it.
+    """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
+    sampled: bool = flax.struct.field(pytree_node=False, default=True)  # False: all are greedy
+    limited: bool = flax.struct.field(pytree_node=False, default=True)  # False: no top-k, top-p, min-p
 
     @classmethod
     def temperatures(cls, temperature_N: jax.Array) -> "Warp":
@@ -37,6 +42,8 @@ def scaled(logits_NxV: jax.Array, warp: Warp) -> jax.Array:
 def apply(logits_NxV: jax.Array, warp: Warp) -> jax.Array:
     """Warped logits: over temperature, and -inf outside top-k, top-p, min-p. Ties at the edge are kept."""
     logits = scaled(logits_NxV, warp)
+    if not (warp.sampled and warp.limited):
+        return logits
     limited = (warp.temperature > 0) & ((warp.top_k > 0) | (warp.top_p < 1) | (warp.min_p > 0))
     limit = jax.lax.cond(
         jnp.any(limited), thresholds, lambda x, _: jnp.full(x.shape[:1], -jnp.inf, x.dtype), logits, warp

@@ -89,7 +89,7 @@ def propose(
         logits, confidence, state = step(k, state, previous)
         warped = warps.apply(adjust(logits, drafted_RxK), sampling.warp)
         key = draft_key(sampler, sampling.seed, prefixes[0].length_R, k)
-        index = draw(warped, sampling.warp.temperature, key, borrowed.token_ids_Vd)
+        index = draw(warped, sampling.warp, key, borrowed.token_ids_Vd)
         token = borrowed.token_ids_Vd[index].astype(jnp.int32)
         return (state, token, drafted_RxK.at[:, k].set(token)), (log_prob_of(warped, index), warped, confidence)
 

@@ -116,6 +116,7 @@ class Engine:
         pool_sizes = (self.pages.total, page_size, target.dtype, target.mesh)
         draft_pools = empty_pools(drafter.config.decoder, *pool_sizes) if self.models.drafts_by_network else None
         self.caches = Caches(empty_pools(target.config, *pool_sizes), draft_pools)
+        self._asked = {"sampled": False, "limited": False}  # by any request so far: programs can do no more
         self.slots = self.empty_slots()
         self._busy, self._start = False, 0.0
         self.load = None
@@ -177,6 +178,8 @@ class Engine:
             )
         if self.load and self.load.stale:
             self.load = Load(measure_costs(self, self._drafter), self.load.parks)
+        params = [request.params for request in requests]
+        self._asked = {name: self._asked[name] or any(getattr(p, name) for p in params) for name in self._asked}
         self._busy, self.slots = True, self.empty_slots()  # an abandoned stream may have left slots running
         self._start, self._collected, self._launched = time.monotonic(), 0.0, None
         queue, filling = collections.deque(requests), []
@@ -288,7 +291,7 @@ class Engine:
         """All slots ended, with no pages."""
         width = -(-self.max_length // self.page_size)
         zeros = np.zeros(self.max_slots, np.int32)
-        one = SlotSampling.of(SamplingParams(), 0, (), STOP_WIDTH)
+        one = self.slot_sampling(SamplingParams(), 0, ())
         sampling = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], self.max_slots, axis=0), one)
         table = np.zeros((self.max_slots, min(width, self.pages.total)), np.int32)
         carry = empty_carry(self.models.drafter, self.max_slots, self.target.dtype)
@@ -296,6 +299,10 @@ class Engine:
         history = np.zeros((self.max_slots, self.context), np.int32) if self.models.reads_history else ()
         slots = Slots(zeros, zeros, zeros, table, carry, sampling, (), schedule, history)
         return everywhere(jax.tree.map(jnp.asarray, slots), self.target.mesh)
+
+    def slot_sampling(self, params: SamplingParams, seed: int, stop_ids: tuple[int, ...]) -> SlotSampling:
+        """One slot's entries, with a promise of what no request of this engine has asked for so far."""
+        return SlotSampling.of(params, seed, stop_ids, STOP_WIDTH, **self._asked)
 
     def _schedule(self, temperature: float) -> SlotSchedule | tuple[()]:
         """A slot's entries for the scheduler: its drafter's calibration at the request's temperature."""
@@ -385,7 +392,7 @@ class Engine:
 
     def _slot_entries(self, request: Request) -> Slots:
         params, ids = request.params, request.prompt_ids
-        sampling = SlotSampling.of(params, request.seed, request.stop_ids, STOP_WIDTH)
+        sampling = self.slot_sampling(params, request.seed, request.stop_ids)
         numbers = (np.int32(ids[-1]), np.int32(len(ids)), np.int32(request.max_tokens))
         adjust = Adjust.of(params, ids, self.target.config.vocab_size) if self.slots.adjust else ()
         schedule, history = self._schedule(params.temperature), ()

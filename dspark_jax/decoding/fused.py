@@ -40,6 +40,9 @@ def verify_hidden(
         out = fused_verify(hidden_NxH, head, rows, drafts, sampling.warp, sampling.seed, sampler, "tpu")
         return Verdict(out.accepted_R, out.next_R), out.complete
 
+    if not (sampling.warp.sampled and sampling.warp.limited):
+        return by_kernel()[0]
+
     def nothing() -> tuple[Verdict, jax.Array]:
         like = jax.eval_shape(by_kernel)
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decoding.round import decode
-from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
+from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.state import Slots
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
@@ -120,7 +120,7 @@ class _Timer:
         engine = self.engine
         slots, count = engine.empty_slots(), engine.max_slots
         length = max(context - engine.rounds * (engine.drafts + 1), 1)
-        one = SlotSampling.of(SamplingParams(temperature=0.0), 0, (), slots.sampling.stop_RxE.shape[1])
+        one = engine.slot_sampling(SamplingParams(temperature=0.0), 0, ())
         table = np.arange(slots.table_RxC.size).reshape(slots.table_RxC.shape) % engine.pages.total
         repeat = lambda a: jnp.repeat(jnp.asarray(a)[None], count, axis=0)  # noqa: E731
         slots = slots.replace(

@@ -81,6 +81,16 @@ class SamplingParams:
                 raise UserError(f"{name}={getattr(self, name)!r}: it must be {what}")
 
     @property
+    def sampled(self) -> bool:
+        """True when tokens are drawn at random."""
+        return self.temperature > 0
+
+    @property
+    def limited(self) -> bool:
+        """True when some tokens can never be drawn."""
+        return self.sampled and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def adjusts(self) -> bool:
         """True when the logits are to be changed before they are warped."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.min_tokens) != (
@@ -126,13 +136,26 @@ class SlotSampling:
     stop_RxE: jax.Array  # stop token ids, padded with -1
 
     @classmethod
-    def of(cls, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], width: int) -> "SlotSampling":
-        """One slot's entries (scalars, stop ids `[width]`). A seed is 64 bits: two words of the key."""
+    def of(
+        cls,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        width: int,
+        sampled: bool = True,
+        limited: bool = True,
+    ) -> "SlotSampling":
+        """One slot's entries (scalars, stop ids `[width]`). A seed is 64 bits: two words of the key.
+
+        `sampled`, `limited`: False promises that no slot is (see `Warp`).
+        """
         warp = Warp(
             np.float32(params.temperature),
             np.int32(min(params.top_k, _INT32 - 1)),
             np.float32(params.top_p),
             np.float32(params.min_p),
+            sampled,
+            limited,
         )
         words = (np.uint32(seed & 0xFFFFFFFF), np.uint32((seed >> 32) & 0xFFFFFFFF))
         stops = np.full(width, -1, np.int32)
@@ -147,9 +170,7 @@ def argmax(scores_NxV: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(scores_NxV == peak, index, scores_NxV.shape[-1] - 1), axis=-1)
 
 
-def draw(
-    warped_NxV: jax.Array, temperature_N: jax.Array, key_N: Key, token_ids_V: jax.Array | None = None
-) -> jax.Array:
+def draw(warped_NxV: jax.Array, warp: Warp, key_N: Key, token_ids_V: jax.Array | None = None) -> jax.Array:
     """Index of each row's argmax of warped logits plus keyed Gumbel noise; no noise where the temperature is 0.
 
     `token_ids_V`: target ids of a reduced vocabulary, by which the noise is keyed.
@@ -158,10 +179,13 @@ def draw(
 
     def with_noise(scores):
         noise = gumbel(tuple(k[:, None] for k in key_N), ids).astype(scores.dtype)
-        return scores + jnp.where(temperature_N[:, None] > 0, noise, 0)
+        return scores + jnp.where(warp.temperature[:, None] > 0, noise, 0)
+
+    if not warp.sampled:
+        return argmax(warped_NxV)
 
     # Greedy batches skip the noise: it costs as much as the logits' own reductions.
-    return argmax(jax.lax.cond(jnp.any(temperature_N > 0), with_noise, lambda scores: scores, warped_NxV))
+    return argmax(jax.lax.cond(jnp.any(warp.temperature > 0), with_noise, lambda scores: scores, warped_NxV))
 
 
 def log_prob_of(warped_NxV: jax.Array, token_N: jax.Array) -> jax.Array:

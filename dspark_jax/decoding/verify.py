@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from dspark_jax.decoding.draft import Proposal
 from dspark_jax.decoding.sampling import SlotSampling, argmax, draw, log_prob_of
 from pallas_kernels import warp as warps
-from pallas_kernels.noise import Key, Role, gumbel, position_key, uniform
+from pallas_kernels.noise import Role, position_key, uniform
 from pallas_kernels.ragged_attention import Rows
 
 
@@ -49,7 +49,7 @@ def _verify_coupled(logits_NxV: jax.Array, rows: Rows, proposal: Proposal | None
     warp = sampling.warp.rows(rows.slot_N)
     seed = tuple(word[rows.slot_N] for word in sampling.seed)
     key = position_key(seed, rows.position_N + 1, Role.SAMPLE)
-    choice_RxQ = draw(warps.apply(logits_NxV, warp), warp.temperature, key)[block_rows(rows)]
+    choice_RxQ = draw(warps.apply(logits_NxV, warp), warp, key)[block_rows(rows)]
     if proposal is None:
         return Verdict(jnp.zeros_like(rows.count_R), choice_RxQ[:, 0])
     accepted = _leading(proposal.token_RxK == choice_RxQ[:, : proposal.token_RxK.shape[1]], rows)
@@ -62,70 +62,86 @@ def _verify_rejection(
     """Accept x with probability min(1, p/q); the first rejected position draws from max(p - q, 0)."""
     greedy_R = sampling.warp.temperature == 0
     block = block_rows(rows)
-    accepted = jnp.zeros_like(rows.count_R)
-    if proposal is not None:
-        match = proposal.token_RxK == argmax(logits_NxV)[block][:, : proposal.token_RxK.shape[1]]
-        accept = jax.lax.cond(
-            jnp.all(greedy_R),
-            lambda: match,
-            lambda: jnp.where(greedy_R[:, None], match, _accept_sampled(logits_NxV, rows, block, proposal, sampling)),
-        )
-        accepted = _leading(accept, rows)
-    row_R = jnp.take_along_axis(block, accepted[:, None], axis=1)[:, 0]
-    logits_RxV = logits_NxV[row_R]
-    position = rows.position_N[row_R] + 1
+    best_N = argmax(logits_NxV)
 
-    def sampled():
-        warped = warps.apply(logits_RxV, sampling.warp)
-        bonus = draw(warped, sampling.warp.temperature, position_key(sampling.seed, position, Role.SAMPLE))
-        if proposal is None:
-            return bonus
-        slot = jnp.minimum(accepted, proposal.token_RxK.shape[1] - 1)[:, None]
-        key = position_key(sampling.seed, position, Role.RESIDUAL)
-        if isinstance(proposal.warped_RxKxVd, tuple):
-            rejected = jnp.take_along_axis(proposal.token_RxK, slot, axis=1)
-            residual = _draw_other(warped, rejected, key, sampling)
-        else:
-            q = jnp.take_along_axis(proposal.warped_RxKxVd, slot[:, :, None], axis=1)[:, 0]
-            residual = _draw_residual(warped, q, key, token_ids_Vd)
-        return jnp.where(accepted < rows.count_R - 1, residual, bonus)
+    def verdict(accept_RxK: jax.Array | None) -> tuple[Verdict, jax.Array]:
+        """What the target would say greedily behind the accepted drafts, and the row that says it."""
+        accepted = jnp.zeros_like(rows.count_R) if accept_RxK is None else _leading(accept_RxK, rows)
+        row_R = jnp.take_along_axis(block, accepted[:, None], axis=1)[:, 0]
+        return Verdict(accepted, best_N[row_R]), row_R
 
-    best = argmax(logits_RxV)
-    return Verdict(
-        accepted, jax.lax.cond(jnp.all(greedy_R), lambda: best, lambda: jnp.where(greedy_R, best, sampled()))
-    )
+    match = None if proposal is None else proposal.token_RxK == best_N[block][:, : proposal.token_RxK.shape[1]]
+
+    if not sampling.warp.sampled:
+        return verdict(match)[0]
+
+    def sampled() -> Verdict:
+        warped_NxV = warps.apply(logits_NxV, sampling.warp.rows(rows.slot_N))
+        accept = match
+        if proposal is not None:
+            accept = jnp.where(greedy_R[:, None], match, _accept_sampled(warped_NxV, rows, block, proposal, sampling))
+        out, row_R = verdict(accept)
+        position_R = rows.position_N[row_R] + 1
+        drawn = _draw_next(warped_NxV[row_R], position_R, out.accepted_R, rows, proposal, token_ids_Vd, sampling)
+        return Verdict(out.accepted_R, jnp.where(greedy_R, out.next_R, drawn))
+
+    return jax.lax.cond(jnp.all(greedy_R), lambda: verdict(match)[0], sampled)
 
 
 def _accept_sampled(
-    logits_NxV: jax.Array, rows: Rows, block: jax.Array, proposal: Proposal, sampling: SlotSampling
+    warped_NxV: jax.Array, rows: Rows, block: jax.Array, proposal: Proposal, sampling: SlotSampling
 ) -> jax.Array:
     """`[R, K]` whether u < p(x)/q(x), in logarithms, with q as it was when x was drawn."""
     drafts = proposal.token_RxK.shape[1]
     token_N = proposal.token_RxK[rows.slot_N, jnp.minimum(rows.offset_N, drafts - 1)]
-    log_p_N = log_prob_of(warps.apply(logits_NxV, sampling.warp.rows(rows.slot_N)), token_N)
+    log_p_N = log_prob_of(warped_NxV, token_N)
     position = rows.position_N[block][:, :drafts] + 1
     u = uniform(position_key(tuple(word[:, None] for word in sampling.seed), position, Role.ACCEPT))
     return jnp.log(u) < log_p_N[block][:, :drafts] - proposal.log_q_RxK
 
 
-def _draw_residual(warped_RxV: jax.Array, draft_RxVd: jax.Array, key: Key, token_ids_Vd: jax.Array) -> jax.Array:
-    """A token from max(p - q, 0), normalised. Where rounding leaves no mass, from p: there p and q are equal.
+def _draw_next(
+    warped_RxV: jax.Array,
+    position_R: jax.Array,
+    accepted_R: jax.Array,
+    rows: Rows,
+    proposal: Proposal | None,
+    token_ids_Vd: jax.Array | None,
+    sampling: SlotSampling,
+) -> jax.Array:
+    """The token behind the accepted drafts: from the target's distribution, or after a rejection from what it leaves.
+
+    Both are drawn at once, each with noise of its own role: a slot needs only one of them, and noise is dear.
+    """
+    scores, role = warped_RxV, Role.SAMPLE
+    if proposal is not None:
+        rejected_R = accepted_R < rows.count_R - 1
+        slot = jnp.minimum(accepted_R, proposal.token_RxK.shape[1] - 1)[:, None]
+        if isinstance(proposal.warped_RxKxVd, tuple):
+            left = _others(warped_RxV, jnp.take_along_axis(proposal.token_RxK, slot, axis=1))
+        else:
+            q = jnp.take_along_axis(proposal.warped_RxKxVd, slot[:, :, None], axis=1)[:, 0]
+            left = _residual(warped_RxV, q, token_ids_Vd)
+        scores = jnp.where(rejected_R[:, None], left, warped_RxV)
+        role = jnp.where(rejected_R, Role.RESIDUAL, Role.SAMPLE)
+    return draw(scores, sampling.warp, position_key(sampling.seed, position_R, role))
+
+
+def _residual(warped_RxV: jax.Array, draft_RxVd: jax.Array, token_ids_Vd: jax.Array) -> jax.Array:
+    """Logarithm of max(p - q, 0), not normalised. Where rounding leaves no mass, of p: there p and q are equal.
 
     `draft_RxVd`: warped draft logits of the rejected draft.
     """
     q = jax.nn.softmax(draft_RxVd, axis=-1)
     p = jax.nn.softmax(warped_RxV, axis=-1)
     left = jnp.maximum(p - _over_words(q.astype(p.dtype), token_ids_Vd, p.shape[-1]), 0)
-    left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p)
-    noise = gumbel(tuple(word[:, None] for word in key), jnp.arange(p.shape[-1])).astype(p.dtype)
-    return argmax(jnp.log(left) + noise)
+    return jnp.log(jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p))
 
 
-def _draw_other(warped_RxV: jax.Array, rejected_Rx1: jax.Array, key: Key, sampling: SlotSampling) -> jax.Array:
+def _others(warped_RxV: jax.Array, rejected_Rx1: jax.Array) -> jax.Array:
     """The residual of a draft that was certain: p without that token; p itself where there is no other."""
     others = jnp.where(jnp.arange(warped_RxV.shape[-1]) == rejected_Rx1, -jnp.inf, warped_RxV)
-    left = jnp.where(jnp.max(others, axis=-1, keepdims=True) > -jnp.inf, others, warped_RxV)
-    return draw(left, sampling.warp.temperature, key)
+    return jnp.where(jnp.max(others, axis=-1, keepdims=True) > -jnp.inf, others, warped_RxV)
 
 
 def _over_words(q_RxVd: jax.Array, token_ids_Vd: jax.Array, vocab: int) -> jax.Array:

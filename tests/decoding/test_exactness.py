@@ -231,7 +231,7 @@ def round_program(sampler: str):
         previous, steps = anchor, []
         for k in range(DRAFTS):
             warped = warps.apply(q[previous], warp)
-            index = draw(warped, warp.temperature, draft_key(sampler, seed, position, k), ids)
+            index = draw(warped, warp, draft_key(sampler, seed, position, k), ids)
             previous = ids[index]
             steps.append((previous, log_prob_of(warped, index), warped, jnp.zeros(len(anchor))))
         proposal = Proposal(*(jnp.stack(parts, axis=1) for parts in zip(*steps, strict=True)))
@@ -367,9 +367,9 @@ class TestNegativeControls:
         """vllm#47386: after a rejection the token is drawn with the noise that drew the draft."""
 
         def reuse(seed, position, role, slot=0):
-            if role == Role.RESIDUAL:
-                return position_key(seed, position - 1, Role.DRAFT, 0)
-            return position_key(seed, position, role, slot)
+            reused = position_key(seed, position - 1, Role.DRAFT, 0)
+            real = position_key(seed, position, role, slot)
+            return tuple(jnp.where(role == Role.RESIDUAL, *words) for words in zip(reused, real, strict=True))
 
         monkeypatch.setattr(verify_module, "position_key", reuse)
         assert self.biased()
@@ -377,17 +377,14 @@ class TestNegativeControls:
     def test_acceptance_that_ignores_q(self, monkeypatch):
         real = verify_module._accept_sampled
 
-        def ignorant(logits, rows, block, proposal, sampling):
-            return real(logits, rows, block, proposal.replace(log_q_RxK=jnp.zeros_like(proposal.log_q_RxK)), sampling)
+        def ignorant(warped, rows, block, proposal, sampling):
+            return real(warped, rows, block, proposal.replace(log_q_RxK=jnp.zeros_like(proposal.log_q_RxK)), sampling)
 
         monkeypatch.setattr(verify_module, "_accept_sampled", ignorant)
         assert self.biased()
 
     def test_residual_that_ignores_q(self, monkeypatch):
-        def from_p(warped, draft, key, ids):
-            return draw(warped, jnp.ones(len(warped)), key)
-
-        monkeypatch.setattr(verify_module, "_draw_residual", from_p)
+        monkeypatch.setattr(verify_module, "_residual", lambda warped, draft, ids: warped)
         assert self.biased()
 
     def test_position_keyed_draft_noise_after_a_selected_round(self):

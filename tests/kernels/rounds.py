@@ -73,7 +73,7 @@ def propose(hidden, head, rows: Rows, warp: Warp, key, sampler, noise_RxKxV, spo
     logits = head.logits(hidden).astype(jnp.float32)[row] + noise_RxKxV.reshape(len(row), -1)
     warped = warps.apply(logits[:, token_ids], warp.rows(request))
     draft_keys = draft_key(sampler, tuple(word[request] for word in key), start, slot)
-    index = draw(warped, warp.temperature[request], draft_keys, token_ids)
+    index = draw(warped, warp.rows(request), draft_keys, token_ids)
     by_request = (
         a.reshape(requests, drafts, *a.shape[1:]) for a in (token_ids[index], log_prob_of(warped, index), warped)
     )
