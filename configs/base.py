@@ -61,7 +61,9 @@ def get_base() -> ConfigDict:
     c.train = ConfigDict()
     c.train.steps = 1000
     c.train.batch_size = 8  # sequences
+    c.train.micro_steps = 1  # parts of a step, computed one after another: less memory, the same loss
     c.train.num_anchors = 512  # blocks per sequence, at most
+    c.train.blocks_at_once = 512  # whose activations are in memory together; more of them keep a larger device busy
     c.train.lr = 6e-4
     c.train.warmup_ratio = 0.04
     c.train.weight_decay = 0.0

@@ -13,7 +13,8 @@ from dspark_jax.training.step import TrainState
 
 # Keys that may differ between the runs that write and continue a checkpoint.
 _FREE = {
-    "train.log_every", "train.checkpoint_every", "data.max_slots", "data.cache_dtype", "data.drafter", "data.servers"
+    "train.log_every", "train.checkpoint_every", "train.micro_steps", "train.blocks_at_once", "data.max_slots",
+    "data.cache_dtype", "data.drafter", "data.servers",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The frozen target's features of training sequences: computed on the fly, kept in memory, or read from a cache."""
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.data.batches import PAD_TO, Batch
+from dspark_jax.data.packing import ALIGN, MicroBatch
 from dspark_jax.data.reference_cache import ReferenceCache
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.errors import UserError
-from dspark_jax.interop.target_io import Target, hidden_states, log_totals
+from dspark_jax.interop.target_io import Target, log_totals
+from dspark_jax.models.attention import attend_documents
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
 
+HEAD_ROWS = 256  # rows whose full-vocabulary logits are there at a time
 MAX_STATE_ERROR = 0.2  # relative: bfloat16 through a deep model stays far below it, another model far above
 
 
@@ -39,16 +43,28 @@ class Features:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def target_features(module: Decoder, params: Params, token_BxS: jax.Array) -> Features:
-    """Runs the frozen target over whole sequences."""
+def target_features(
+    module: Decoder, params: Params, token_BxS: jax.Array, position_BxS: jax.Array | None = None
+) -> Features:
+    """Runs the frozen target over sequences, or over packs: `position_BxS` are then the tokens' places in documents."""
     batch, length = token_BxS.shape
-    output = hidden_states(module, params, token_BxS)
+    if position_BxS is None:
+        position_BxS = jnp.broadcast_to(jnp.arange(length), token_BxS.shape)
+    attend = attend_documents(module.config, position_BxS, math.gcd(length, ALIGN))
+    output = module.apply({"params": params}, token_BxS.reshape(-1), position_BxS.reshape(-1), attend)
     hidden = output.hidden_NxH.reshape(batch, length, -1)
-    return Features(output.taps_NxMH.reshape(batch, length, -1), hidden, log_totals(module, params, hidden))
+    return Features(output.taps_NxMH.reshape(batch, length, -1), hidden, _log_totals(module, params, hidden))
+
+
+def _log_totals(module: Decoder, params: Params, hidden_BxSxH: jax.Array) -> jax.Array:
+    """`log_totals`, some rows of a long pack at a time."""
+    batch, length, width = hidden_BxSxH.shape
+    rows = hidden_BxSxH.reshape(-1, math.gcd(length, HEAD_ROWS), width)
+    return log_totals(module, params, rows).reshape(batch, length)
 
 
 class FeatureSource:
-    """`source(batch)` gives a batch's features.
+    """`source(batch)` gives the features of a batch of sequences or of packs.
 
     `keep`: each sequence is run once, alone (so that its numbers depend on nothing else), and kept in bfloat16 in host
     memory: 2·(M+1)·H bytes a token. Worth it when there are several epochs and the features fit.
@@ -58,13 +74,12 @@ class FeatureSource:
         self.target, self.keep = target, keep
         self._kept: dict[int, Features] = {}
 
-    def __call__(self, batch: Batch) -> Features:
+    def __call__(self, batch: Batch | MicroBatch) -> Features:
         if not self.keep:
-            return target_features(self.target.module, self.target.params, batch.token_BxS)
-        parts = (batch.row_B, batch.token_BxS, batch.length_B)
-        rows = [self._row(int(number), tokens[:length]) for number, tokens, length in zip(*parts, strict=True)]
-        width = batch.token_BxS.shape[1]
-        return jax.tree.map(lambda *parts: np.stack([_fit(part, width) for part in parts]), *rows)
+            position = batch.pack.position_DxT if isinstance(batch, MicroBatch) else None
+            return target_features(self.target.module, self.target.params, batch.token_BxS, position)
+        rows = [self._row(d.row, batch.token_BxS[d.pack, d.start : d.start + d.length]) for d in batch.documents]
+        return jax.tree.map(lambda *parts: _laid_out(batch, parts), *rows)
 
     def _row(self, number: int, token_S: np.ndarray) -> Features:
         if number not in self._kept:
@@ -80,13 +95,21 @@ class CachedFeatures:
     def __init__(self, target: Target, cache: TargetCache | ReferenceCache):
         self.target, self.cache = target, cache
 
-    def __call__(self, batch: Batch) -> Features:
-        width, rows = batch.token_BxS.shape[1], self.cache.read(batch.row_B, batch.length_B)
-        taps = np.stack([_fit(row.taps_NxMH, width) for row in rows]).astype(self.target.dtype)
-        hidden = np.stack([_fit(row.last_hidden_NxH, width) for row in rows]).astype(self.target.dtype)
+    def __call__(self, batch: Batch | MicroBatch) -> Features:
+        rows = self.cache.read(*zip(*((d.row, d.length) for d in batch.documents), strict=True))
+        taps = _laid_out(batch, [row.taps_NxMH for row in rows]).astype(self.target.dtype)
+        hidden = _laid_out(batch, [row.last_hidden_NxH for row in rows]).astype(self.target.dtype)
         if rows[0].log_total_N is None:
-            return Features(taps, hidden, log_totals(self.target.module, self.target.params, hidden))
-        return Features(taps, hidden, np.stack([_fit(row.log_total_N, width) for row in rows]))
+            return Features(taps, hidden, _log_totals(self.target.module, self.target.params, hidden))
+        return Features(taps, hidden, _laid_out(batch, [row.log_total_N for row in rows]))
+
+
+def _laid_out(batch: Batch | MicroBatch, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays of a batch's documents, each in its place; zeros elsewhere."""
+    out = np.zeros((*batch.token_BxS.shape, *parts[0].shape[1:]), parts[0].dtype)
+    for document, part in zip(batch.documents, parts, strict=True):
+        out[document.pack, document.start : document.start + len(part)] = part  # a cache may lack a last token's
+    return out
 
 
 def open_cache(place: str, target: Target, tap_layers: Sequence[int]) -> TargetCache | ReferenceCache:

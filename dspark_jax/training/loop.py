@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from dspark_jax.data.batches import Batches, draft_vocabulary
+from dspark_jax.data.batches import draft_vocabulary
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
@@ -21,7 +21,9 @@ from dspark_jax.training.data import features_cache, trained_on, training_rows
 from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
-from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer, train_step
+from dspark_jax.training.parts import Parts, step_parts
+from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer
+from dspark_jax.training.update import train_step
 
 
 def train(config: ConfigDict) -> Path:
@@ -35,7 +37,7 @@ def train(config: ConfigDict) -> Path:
     manager = open_checkpoints(config)
     cache = features_cache(config, target)
     rows = cache.rows if cache else training_rows(config, target)
-    batches = Batches(rows, config.train.batch_size, config.data.max_length, config.seed)
+    parts = step_parts(config, rows)
     ids = None
     if drafter_config.reduced:
         ids = draft_vocabulary(
@@ -48,22 +50,21 @@ def train(config: ConfigDict) -> Path:
     state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
     state = restore_latest(manager, state)
     source = CachedFeatures(target, cache) if cache else FeatureSource(target, config.train.keep_features)
-    state = _run_steps(config, setup, source, drafter, state, batches, manager, schedule)
+    state = _run_steps(config, setup, source, drafter, state, parts, manager, schedule)
     out = Path(config.workdir) / "drafter"
     trained = dataclasses.replace(drafter, params=state.params, trained_on=trained_on(config, target))
     save_drafter(out, trained, target)
     return out
 
 
-def _run_steps(config, setup, source, drafter: Drafter, state: TrainState, batches: Batches, manager, schedule):
-    """The loop itself: one dispatch a step, metrics read once a window, so that the device never waits."""
-    steps, log, key = config.train.steps, MetricLog(config.workdir), jax.random.key(config.seed)
+def _run_steps(config, setup, source, drafter: Drafter, state: TrainState, parts: Parts, manager, schedule):
+    """The loop itself: a few dispatches a step, metrics read once a window, so that the device never waits."""
+    steps, log = config.train.steps, MetricLog(config.workdir)
     stop = _StopSignal()
     start = time.monotonic()
     with Progress("training", steps) as progress:
         for step in range(int(state.step), steps):
-            batch = batches(step)
-            state, metrics = train_step(setup, drafter.borrowed, state, source(batch), batch, key)
+            state, metrics = train_step(setup, drafter.borrowed, state, source, parts(step))
             log.add(metrics)
             if (step + 1) % config.train.log_every == 0 or step + 1 == steps:
                 row = log.write(step + 1, float(schedule(step)), time.monotonic() - start)

@@ -32,6 +32,17 @@ class LossWeights:
 
 
 @flax.struct.dataclass
+class SlotWeights:
+    """What slots count, as `[..., K]` or summed. A function of masks and labels, so known before the loss."""
+
+    ce: jax.Array  # 0 where the drafter has no such token
+    slot: jax.Array
+
+    def sum(self) -> "SlotWeights":
+        return jax.tree.map(jnp.sum, self)
+
+
+@flax.struct.dataclass
 class LossTerms:
     """Sums over slots and their weights, so that batches and hosts can be added before dividing."""
 
@@ -42,12 +53,15 @@ class LossTerms:
     confidence: jax.Array
     weight: jax.Array
 
-    def total(self, weights: LossWeights, base_share: jax.Array | float = 0.0) -> jax.Array:
-        """The scalar loss."""
+    def total(
+        self, weights: LossWeights, base_share: jax.Array | float = 0.0, whole: SlotWeights | None = None
+    ) -> jax.Array:
+        """The scalar loss; `whole`: its part of an update whose slots weigh so much together."""
+        whole = SlotWeights(self.ce_weight, self.weight) if whole is None else whole
         ce = (1 - base_share) * self.ce + base_share * self.base_ce
-        return weights.ce * ce / (self.ce_weight + 1e-6) + (
-            weights.l1 * self.l1 + weights.confidence * self.confidence
-        ) / (self.weight + 1e-6)
+        return weights.ce * ce / (whole.ce + 1e-6) + (weights.l1 * self.l1 + weights.confidence * self.confidence) / (
+            whole.slot + 1e-6
+        )
 
 
 def target_log_prob(features: Features, borrowed: Borrowed, softcap: float) -> jax.Array:
@@ -70,6 +84,13 @@ def total_variation(draft_logits: jax.Array, target_log_prob: jax.Array, reduced
     return 0.5 * (distance + missed)
 
 
+def slot_weights(label: jax.Array, eval_mask: jax.Array, decay_gamma: float) -> SlotWeights:
+    """Of slots `[..., K]`; `label` indexes the draft vocabulary, -1 where it lacks the token."""
+    slots = eval_mask.shape[-1]
+    decay = jnp.exp(-jnp.arange(slots) / decay_gamma) if decay_gamma > 0 else jnp.ones(slots)
+    return SlotWeights(eval_mask * decay * (label >= 0), eval_mask * decay)
+
+
 def loss_terms(
     draft_logits: jax.Array,
     confidence_logits: jax.Array,
@@ -85,10 +106,8 @@ def loss_terms(
     `draft_logits`, `target_log_prob` and `base_logits`, which only the curriculum reads, are `[..., K, Vd]`; `label`
     indexes Vd, -1 where the drafter has no such token.
     """
-    slots = eval_mask.shape[-1]
-    decay = jnp.exp(-jnp.arange(slots) / weights.decay_gamma) if weights.decay_gamma > 0 else jnp.ones(slots)
-    w = eval_mask * decay
-    known = w * (label >= 0)
+    each = slot_weights(label, eval_mask, weights.decay_gamma)
+    w, known = each.slot, each.ce
 
     def cross_entropy(logits: jax.Array) -> jax.Array:
         return jnp.sum(known * optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(label, 0)))

@@ -1,7 +1,6 @@
-"""One training step: the drafter over the target's features, the loss, AdamW. One jitted program."""
+"""The drafter over the target's features, and its loss."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -14,13 +13,14 @@ from dspark_jax.data.batches import Batch
 from dspark_jax.models.attention import attend_blocks
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
-from dspark_jax.models.layers import Params
-from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors
+from dspark_jax.models.layers import KeysValues, Params
+from dspark_jax.training.anchors import Blocks
 from dspark_jax.training.eagle3 import Eagle3Loss, eagle3_loss, position_masks
 from dspark_jax.training.features import Features
-from dspark_jax.training.losses import LossTerms, LossWeights, loss_terms, metric_sums, target_log_prob
+from dspark_jax.training.losses import LossTerms, LossWeights, SlotWeights, loss_terms, metric_sums, target_log_prob
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> numerator, denominator
+ContextKV = tuple[KeysValues, ...]  # for each kind of attention, [L, B·S, KV, D]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,24 +65,34 @@ def draft_blocks(
     module: DSpark, params: Params, borrowed: Borrowed, taps_BxSxMH: jax.Array, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array]:
     """Teacher-forced draft logits `[B, N, K, Vd]` and confidence logits `[B, N, K]` of packed blocks (spec 1.7)."""
-    hidden, base = run_backbone(module, params, borrowed, taps_BxSxMH, blocks)
+    context_kv = run_context(module, params, borrowed, taps_BxSxMH)
+    hidden, base = run_backbone(module, params, borrowed, context_kv, blocks)
     return run_heads(module, params, borrowed, hidden, base, blocks)
 
 
+def run_context(
+    module: DSpark, params: Params, borrowed: Borrowed, taps_BxSxMH: jax.Array, position_BxS: jax.Array | None = None
+) -> ContextKV:
+    """What all blocks of the packs read: each layer's keys and values of the tapped states (`DFlash.context`).
+
+    `position_BxS`: as in `make_blocks`.
+    """
+    batch, length = taps_BxSxMH.shape[:2]
+    position = jnp.tile(jnp.arange(length), batch) if position_BxS is None else position_BxS.reshape(-1)
+    taps, unused = taps_BxSxMH.reshape(batch * length, -1), jnp.zeros(batch * length, jnp.int32)
+    return module.apply({"params": params}, taps, position, unused, borrowed, method=DSpark.context)
+
+
 def run_backbone(
-    module: DSpark, params: Params, borrowed: Borrowed, taps_BxSxMH: jax.Array, blocks: Blocks
+    module: DSpark, params: Params, borrowed: Borrowed, context_kv: ContextKV, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array]:
     """The blocks' hidden states `[B·N, block_size, H]` and their logits before the head `[B·N, K, Vd]`."""
     c = module.config
-    batch, length = taps_BxSxMH.shape[:2]
     variables = {"params": params}
-    position, unused = jnp.tile(jnp.arange(length), batch), jnp.zeros(batch * length, jnp.int32)
-    context_kv = module.apply(
-        variables, taps_BxSxMH.reshape(batch * length, -1), position, unused, borrowed, method=DSpark.context
-    )
-    attend = attend_blocks(c.decoder, context_kv, blocks.anchor_BxN, blocks.keep_BxN, c.block_size)
+    start = blocks.anchor_BxN - blocks.position_BxN
+    attend = attend_blocks(c.decoder, context_kv, blocks.anchor_BxN, start, blocks.keep_BxN, c.block_size)
     anchor_token = jnp.where(blocks.keep_BxN, blocks.previous_BxNxK[..., 0], c.mask_token_id)
-    slot_position = (blocks.anchor_BxN[..., None] + jnp.arange(c.block_size)).reshape(-1, c.block_size)
+    slot_position = (blocks.position_BxN[..., None] + jnp.arange(c.block_size)).reshape(-1, c.block_size)
     hidden = module.apply(variables, anchor_token.reshape(-1), slot_position, attend, borrowed, method=DSpark.block)
     return hidden, module.apply(variables, module.predicting(hidden), borrowed, method=DSpark.base_logits)
 
@@ -112,11 +122,19 @@ def drafter_loss(
     features: Features,
     blocks: Blocks,
     base_share: jax.Array | float = 0.0,
+    whole: SlotWeights | None = None,
+    context_kv: ContextKV | None = None,
 ) -> tuple[jax.Array, tuple[LossTerms, Sums]]:
-    """The loss of a batch of blocks, its terms and the metrics' sums. `base_share`: of the backbone's logits in CE."""
+    """The loss of a batch of blocks, its terms and the metrics' sums. `base_share`: of the backbone's logits in CE.
+
+    `whole`: what the slots of the whole update weigh, where these are a part of it. `context_kv`: the features' own, as
+    `run_context` gives them; None: they are computed here, for sequences.
+    """
     module, weights, reduced = setup.drafter, setup.weights, setup.drafter.config.reduced
-    params, features = _computed_in(borrowed.embedding_VxH.dtype, params, features)
-    hidden, base = run_backbone(module, params, borrowed, features.taps_BxSxMH, blocks)
+    params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
+    if context_kv is None:
+        context_kv = run_context(module, params, borrowed, features.taps_BxSxMH)
+    hidden, base = run_backbone(module, params, borrowed, context_kv, blocks)
     logits, confidence = run_heads(module, params, borrowed, hidden, base, blocks)
     log_prob_BxSxVd = target_log_prob(features, borrowed, module.config.decoder.softcap)
     source = blocks.source_BxNxK.reshape(len(blocks.source_BxNxK), -1, 1)
@@ -124,46 +142,17 @@ def drafter_loss(
     label, learnt = draft_labels(borrowed, blocks.label_BxNxK), blocks.eval_BxNxK
     base = base.reshape(logits.shape)
     terms, accept = loss_terms(logits, confidence, log_prob, label, learnt, weights, reduced, base)
-    return terms.total(weights, base_share), (terms, metric_sums(terms, accept, confidence, learnt))
+    return terms.total(weights, base_share, whole), (terms, metric_sums(terms, accept, confidence, learnt))
 
 
-def _computed_in(dtype: jnp.dtype, params: Params, features: Features) -> tuple[Params, Features]:
+def computed_in(dtype: jnp.dtype, params: Params, features: Features) -> tuple[Params, Features]:
     """Parameters and features in the target's dtype; the optimizer keeps float32."""
     return jax.tree.map(lambda a: a.astype(dtype), params), features.astype(dtype)
 
 
-def _eagle3_step_loss(
+def eagle3_step_loss(
     setup: Setup, params: Params, borrowed: Borrowed, features: Features, batch: Batch
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-    params, features = _computed_in(borrowed.embedding_VxH.dtype, params, features)
+    params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
     value, sums = eagle3_loss(setup.drafter, setup.weights, params, borrowed, features, batch)
     return value, (sums, jnp.sum(position_masks(batch.loss_mask_BxS, batch.length_B, 1)))
-
-
-def _block_step_loss(
-    setup: Setup, params: Params, borrowed: Borrowed, features: Features, batch: Batch, key: jax.Array, step: jax.Array
-) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-    anchors, keep = sample_anchors(key, batch.loss_mask_BxS, setup.num_anchors)
-    blocks = make_blocks(batch.token_BxS, batch.loss_mask_BxS, anchors, keep, setup.drafter.config.num_drafts)
-    base_share = setup.weights.base_share(step)
-    value, (_, sums) = drafter_loss(setup, params, borrowed, features, blocks, base_share)
-    return value, (sums, jnp.sum(keep))
-
-
-@functools.partial(jax.jit, static_argnames="setup", donate_argnames="state")
-def train_step(
-    setup: Setup, borrowed: Borrowed, state: TrainState, features: Features, batch: Batch, seed_key: jax.Array
-) -> tuple[TrainState, dict[str, Any]]:
-    """One update. The anchors depend on the seed and the step alone, so that a resumed run repeats an unbroken one."""
-
-    def loss(params: Params) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-        """The loss, the metrics' sums, and how many blocks (of Eagle3: rows) it was taken over."""
-        if isinstance(setup.drafter, Eagle3):
-            return _eagle3_step_loss(setup, params, borrowed, features, batch)
-        key = jax.random.fold_in(seed_key, state.step)
-        return _block_step_loss(setup, params, borrowed, features, batch, key, state.step)
-
-    (value, (sums, blocks)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
-    state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
-    return state, {"loss": value, "grad_norm": optax.global_norm(grads), "blocks": blocks, "sums": sums}
