@@ -15,14 +15,16 @@ from dspark_jax.scheduling.calibration import Reliability  # noqa: E402
 
 
 def reliability_diagrams(
-    path: str | Path, title: str, before: Sequence[Reliability], after: Sequence[Reliability]
+    path: str | Path, title: str, before: Sequence[Reliability], after: Sequence[Reliability] | None
 ) -> None:
-    """Predicted against seen survival of every position, with the head's own confidences and with fitted ones."""
+    """Predicted against seen survival of every position, with the head's confidences and, if given, fitted ones."""
     count = max(len(before), 1)
     figure, axes = pyplot.subplots(1, count, figsize=(2.6 * count, 3), sharey=True, squeeze=False)
-    for k, (axis, old, new) in enumerate(zip(axes[0], before, after, strict=True)):
+    curves = {"head": (before, "o--")} | ({"calibrated": (after, "o-")} if after else {})
+    for k, axis in enumerate(axes[0][: len(before)]):
         axis.plot([0, 1], [0, 1], color="0.8", linewidth=1)
-        for name, part, style in (("head", old, "o--"), ("calibrated", new, "o-")):
+        for name, (positions, style) in curves.items():
+            part = positions[k]
             predicted, seen = [b.mean_survival for b in part.bins], [b.accepted for b in part.bins]
             axis.plot(predicted, seen, style, markersize=3, linewidth=1, label=f"{name}, ECE {part.ece:.3f}")
         axis.set(title=f"draft {k + 1}", xlabel="predicted survival", xlim=(0, 1), ylim=(0, 1))
