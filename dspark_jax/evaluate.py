@@ -2,7 +2,7 @@
 
 Every set is answered at every temperature with whole blocks drafted and verified, so that the fate of each draft is
 seen. The sets are files NAME.jsonl of `--data`, or downloaded from the hub. Answers, report.json, pictures and one
-page, report.html, are left in `--out`; the same command goes on where it was stopped. `--report_only` makes the report
+page, report.html, are left in `--out`; the same command goes on where it was stopped. `--report-only` makes the report
 of what has been answered so far, without any model.
 """
 
@@ -30,13 +30,13 @@ def define(values: flags.FlagValues) -> None:
     )  # fmt: skip
     flags.DEFINE_string("sweep", None, "JSON of `bench --sweep`, whose pictures join the page", flag_values=values)
     flags.DEFINE_string("out", None, "folder of the results; default: WORKDIR/evaluation", flag_values=values)
-    flags.DEFINE_bool("report_only", False, "make the report of answers that are there", flag_values=values)
+    flags.DEFINE_bool("report-only", False, "make the report of answers that are there", flag_values=values)
 
 
 def main(argv: list[str]) -> None:
     """Answers what is missing and writes the report."""
     config, given = parse_config(argv, define, required=False)
-    if config is None and not (given.report_only and given.out):
+    if config is None and not (given["report-only"].value and given.out):
         raise UserError("which config? give --config=configs/smollm2_135m.py")
     out = Path(given.out or Path(config.workdir) / "evaluation")
     temperatures = _temperatures(given.temperatures)
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
 
         read_sweep(Path(given.sweep))  # not after hours of answers
     console = rich.console.Console()
-    if not given.report_only:
+    if not given["report-only"].value:
         # After the flags: a wrong flag need not wait for JAX.
         from dspark_jax.evaluation.answers import answer_sets
         from dspark_jax.evaluation.benchmarks import load_sets
@@ -53,7 +53,11 @@ def main(argv: list[str]) -> None:
         sets, missing = load_sets(given.sets, given.data, out / "prompts")
         for line in missing:
             console.print(f"left out: {line}", highlight=False, markup=False, soft_wrap=True)
-        answer_sets(config, sets, temperatures, given.limit, given.plain, out)
+        try:
+            answer_sets(config, sets, temperatures, given.limit, given.plain, out)
+        except KeyboardInterrupt:
+            advice = f"--report-only --out={out} reports what there is"
+            raise KeyboardInterrupt(f"stopped; the same command goes on, and {advice}") from None
     if given.sweep and Path(given.sweep).resolve() != (out / "sweep.json").resolve():
         shutil.copyfile(given.sweep, out / "sweep.json")  # so that later reports have its pictures
     _show(write_report(out), out, console)

@@ -31,6 +31,7 @@ from dspark_jax.errors import UserError
 from dspark_jax.evaluation.benchmarks import fingerprint
 from dspark_jax.evaluation.measurements import compiled_programs
 from dspark_jax.evaluation.report import environment, generation_report
+from dspark_jax.evaluation.timing import CpuUse
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.progress import Progress
@@ -171,14 +172,14 @@ class _Job:
         if key in speeds.done:
             return
         params = [self._params(turn) for turn in turns]
+        used = CpuUse()
         plain, _ = _timed(baseline, turns, params, self.variables)
         drafted, answers = _timed(self.engine, turns, params, self.variables)
         for place, prompt_ids, done in answers:
             if turns[place].id not in self.file.done:
                 self._keep(turns[place], params[place], len(prompt_ids), done)
-        speeds.append(
-            {"id": key, "setting": self.setting.key, "prompts": len(turns), "plain": plain, "drafted": drafted}
-        )
+        row = {"id": key, "setting": self.setting.key, "prompts": len(turns), "plain": plain, "drafted": drafted}
+        speeds.append(row | {"others_cpu_percent": used.others_percent()})
 
     def _params(self, turn: Turn) -> SamplingParams:
         seed = seed_of(f"{self.config.seed}/evaluate/{self.setting.name}/{turn.id}")

@@ -65,7 +65,7 @@ class Benchmark:
     hub: tuple[str, ...]  # dataset, and its configuration where it has several
     split: str
     turns: Callable[[Row], list[str]]  # user texts of a row of the hub
-    files: str = ""  # JSONL files of the dataset, where it is not read by its own card
+    files: tuple[str, ...] = ()  # JSONL files of the dataset in order, where it is not read by its card
 
 
 BENCHMARKS = (
@@ -78,7 +78,7 @@ BENCHMARKS = (
     Benchmark("humaneval", "HumanEval", "code", 164, ("openai/openai_humaneval",), "test", _humaneval),
     Benchmark(
         "livecodebench", "LiveCodeBench", "code", 500, ("livecodebench/code_generation_lite",), "test", _livecodebench,
-        "test*.jsonl",
+        ("test.jsonl", *(f"test{i}.jsonl" for i in range(2, 7))),
     ),
     Benchmark(
         "mt-bench", "MT-Bench", "chat", 80, ("HuggingFaceH4/mt_bench_prompts",), "train", lambda r: list(r["prompt"])
@@ -86,7 +86,7 @@ BENCHMARKS = (
     Benchmark("alpaca", "Alpaca", "chat", 500, ("tatsu-lab/alpaca",), "train", _alpaca),
     Benchmark(
         "arena-hard-v2", "Arena-Hard v2", "chat", 500, ("lmarena-ai/arena-hard-auto",), "train",
-        lambda r: [r["prompt"]], "data/arena-hard-v2.0/question.jsonl",
+        lambda r: [r["prompt"]], ("data/arena-hard-v2.0/question.jsonl",),
     ),
 )  # fmt: skip
 
@@ -159,7 +159,8 @@ def _fetch(benchmark: Benchmark, path: Path) -> None:
     names, options = benchmark.hub, {"split": benchmark.split}
     if benchmark.files:
         names = ("json",)
-        options = {"split": "train", "data_files": f"hf://datasets/{benchmark.hub[0]}/{benchmark.files}"}
+        files = [f"hf://datasets/{benchmark.hub[0]}/{file}" for file in benchmark.files]
+        options = {"split": "train", "data_files": files}
     lines = [_line(benchmark, row) for row in dataset_rows(f"{benchmark.title} of the hub", *names, **options)]
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".tmp")

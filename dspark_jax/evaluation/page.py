@@ -59,7 +59,8 @@ def page(report: Mapping[str, Any], pictures: Sequence[Picture], loads: Sequence
     run, parts = report["run"], report["temperatures"]
     body = [
         f"<h1>{escape(_short(run['target']))}, drafted by {escape(_short(run['drafter']))}</h1>",
-        f'<p class="soft">{escape(describe_device(run))}, {escape(run["dtype"])}</p>',
+        f'<p class="soft">{escape(describe_device(run))}, {escape(run["dtype"])}; answers of at most '
+        f"{run['sampling']['max_tokens']} tokens</p>",
         f'<div class="cards">{"".join(_cards(parts))}</div>',
         '<nav><a href="#pictures">Pictures</a>',
         *(f'<a href="#t{t}">Temperature {t}</a>' for t in parts),

@@ -91,8 +91,9 @@ def _acceptance(report: Mapping[str, Any], folder: Path) -> Picture:
             places = [k + 1 for k, value in enumerate(values) if value is not None]
             seen = [value for value in values if value is not None]
             axis.plot(places, seen, "o-", markersize=4, color=_COLORS[domain], label=domain)
-        axis.set(title=f"temperature {temperature}", xlabel="position in the block", ylim=(0, 1.02))
-        axis.set_xticks(range(1, report["run"]["drafts"] + 1))
+        drafts = report["run"]["drafts"]
+        axis.set(title=f"temperature {temperature}", xlabel="position in the block")
+        axis.set(xlim=(0.7, drafts + 0.3), ylim=(-0.02, 1.02), xticks=range(1, drafts + 1))
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, frameon=False)
     axes[0, 0].set_ylabel("conditional acceptance")

@@ -116,7 +116,8 @@ def set_report(scored: Scored, run: Mapping[str, Any]) -> dict[str, Any]:
     prompts = {line["conversation"] for line in lines}
     return {
         "prompts": len(prompts), "prompts_of_the_full_set": scored.benchmark.prompts, "answers": len(answers),
-        "refused": len(lines) - len(answers), "tokens": stats.tokens, "rounds": stats.rounds, "metrics": metrics,
+        "refused": len(lines) - len(answers), "tokens": stats.tokens, "rounds": stats.rounds,
+        "others_cpu_percent": (scored.speed or {}).get("others_cpu_percent"), "metrics": metrics,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import rich.console
 import rich.table
 
+from dspark_jax.evaluation.bench import BUSY
 from dspark_jax.evaluation.benchmarks import BENCHMARKS
 
 TITLES = {b.name: b.title for b in BENCHMARKS}
@@ -55,7 +56,7 @@ _CONDITIONAL = [
 
 
 def notes(report: Mapping[str, Any], temperature: str) -> list[str]:
-    """What keeps the averages of a temperature from being those of the full nine sets."""
+    """What keeps the numbers of a temperature from being those of the full nine sets on a quiet machine."""
     part, lines = report["temperatures"][temperature], []
     absent = [TITLES[name] for name in part["not_in_macro"]]
     if absent:
@@ -71,6 +72,9 @@ def notes(report: Mapping[str, Any], temperature: str) -> list[str]:
     refused = [f"{TITLES[name]} {s['refused']}" for name, s in part["sets"].items() if s["refused"]]
     if refused:
         lines.append(f"Turns that could not be answered (most are too long for the context): {', '.join(refused)}.")
+    used = max((s["others_cpu_percent"] or 0.0 for s in part["sets"].values()), default=0.0)
+    if used > BUSY:
+        lines.append(f"While speeds were taken, others used up to {used:.0f} % of the CPUs: they say little.")
     return lines
 
 

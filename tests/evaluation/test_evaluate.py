@@ -106,7 +106,7 @@ def test_a_report_made_again_is_the_same(whole: Path, tmp_path: Path, monkeypatc
     for made in ("report.json", "report.html"):
         (copy / made).unlink()
     monkeypatch.delattr(answers, "load_models")
-    evaluate.main(["evaluate", f"--out={copy}", "--report_only"])
+    evaluate.main(["evaluate", f"--out={copy}", "--report-only"])
     for made in ("report.json", "report.html"):
         assert (copy / made).read_bytes() == (whole / made).read_bytes()
 
@@ -174,7 +174,7 @@ def test_bad_input_is_one_line(
 
 def test_a_report_needs_answers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="settings of an evaluation"):
-        evaluate.main(["evaluate", f"--out={tmp_path}", "--report_only"])
+        evaluate.main(["evaluate", f"--out={tmp_path}", "--report-only"])
 
 
 def test_a_sweep_joins_the_page(whole: Path, tmp_path: Path) -> None:
@@ -183,9 +183,9 @@ def test_a_sweep_joins_the_page(whole: Path, tmp_path: Path) -> None:
     stamp = {"target": "t", "device": "cpu", "platform": "cpu", "cores": 2, "jax": "0"}
     sweep = {"run": stamp, "loads": {load: [point | {"load": int(load)}] for load in ("1", "2")}}
     (tmp_path / "sweep.json").write_text(json.dumps(sweep))
-    evaluate.main(["evaluate", f"--out={copy}", "--report_only", f"--sweep={tmp_path / 'sweep.json'}"])
+    evaluate.main(["evaluate", f"--out={copy}", "--report-only", f"--sweep={tmp_path / 'sweep.json'}"])
     assert (copy / "pictures" / "loads.speed.png").exists() and "Pareto front: " in (copy / "report.html").read_text()
-    evaluate.main(["evaluate", f"--out={copy}", "--report_only"])
+    evaluate.main(["evaluate", f"--out={copy}", "--report-only"])
     assert "Pareto front: " in (copy / "report.html").read_text()
 
 
