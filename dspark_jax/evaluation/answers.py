@@ -4,14 +4,13 @@ A folder of one run holds
 
     answers/SET.tT.jsonl   a line per answered turn: the text, and every round's drafts and confidences
     speed.jsonl            a line per set and temperature: the same prompts answered plainly and with drafts
-    settings.json          what was run, on what
+    *.run.json             what was run, on what
 
 Lines are appended as answers end, keyed by id, so the same command goes on where it was stopped. All that is reported
 is computed from these files.
 """
 
 import collections
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,11 +34,11 @@ from dspark_jax.evaluation.timing import CpuUse
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.progress import Progress
-from dspark_jax.scheduling.json_files import read_json, write_json
 from dspark_jax.serving import load_models, make_engine
 
 TRIES = 3  # a timed batch in which something had to be compiled is run again
-SETTINGS = "settings.json"
+SPEEDS = "speed.jsonl"
+SETTINGS = f"{SPEEDS}.run.json"
 
 
 class Setting(NamedTuple):
@@ -81,23 +80,17 @@ def answer_sets(
     block = f"fixed:{drafter.config.num_drafts}"
     engine = make_engine(config, target, drafter, strategy=block)
     run = _identity(config, target, drafter, engine)
-    _check_settings(out, run)
     baseline = (
         make_engine(config, target, None, strategy="off", max_slots=min(plain, engine.max_slots)) if plain else None
     )
     settings = [Setting(name, rows, rows[:limit], t) for name, rows in sets.items() for t in temperatures]
     with (
-        ResumableJsonl(out / "speed.jsonl", run) as speeds,
+        ResumableJsonl(out / SPEEDS, run) as speeds,
         Progress("answers", sum(len(turn_ids(s.asked)) for s in settings)) as progress,
     ):
         for setting in settings:
-            stamp = run | {
-                "set": setting.name,
-                "prompts": fingerprint(setting.rows),
-                "temperature": setting.temperature,
-            }
-            (out / "answers").mkdir(exist_ok=True)
-            with ResumableJsonl(out / "answers" / f"{setting.key}.jsonl", stamp) as file:
+            asked = {"prompts": fingerprint(setting.rows), "temperature": setting.temperature}
+            with ResumableJsonl(out / "answers" / f"{setting.key}.jsonl", run | asked) as file:
                 job = _Job(config, engine, setting, file, progress, run["has_confidence"])
                 progress.advance(len(job.ids & file.done), setting.key)
                 if baseline:
@@ -122,19 +115,6 @@ def _identity(config: ConfigDict, target: Target, drafter: Drafter, engine: Engi
 def _thinking(config: ConfigDict) -> str:
     """The reference's prompts are without thinking unless the config says otherwise."""
     return config.serve.thinking or "off"
-
-
-def _check_settings(out: Path, run: dict[str, Any]) -> None:
-    """Files a new folder under its run. UserError on the folder of another."""
-    path = out / SETTINGS
-    if not path.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(path, run)
-    before = read_json(path, "settings of an evaluation", "choose another --out")
-    now = json.loads(json.dumps(run))
-    differs = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    if differs:
-        raise UserError(f"{out} holds another evaluation (its {', '.join(differs)} differ): choose another --out")
 
 
 class _Job:

@@ -12,7 +12,7 @@ import numpy as np
 from dspark_jax.data.parts import written_rows
 from dspark_jax.decoding.requests import Completion
 from dspark_jax.errors import UserError
-from dspark_jax.evaluation.answers import SETTINGS, setting_key
+from dspark_jax.evaluation.answers import SETTINGS, SPEEDS, setting_key
 from dspark_jax.evaluation.benchmarks import BENCHMARKS, DOMAINS, Benchmark
 from dspark_jax.evaluation.metrics import record_rounds, round_stats
 from dspark_jax.scheduling.calibration import Reliability, Rounds, Temperatures, reliabilities
@@ -42,7 +42,7 @@ def read_run(out: Path) -> tuple[dict[str, Any], list[Scored]]:
     """
     run = read_json(out / SETTINGS, "settings of an evaluation", "run `python -m dspark_jax evaluate --out` first")
     # Of a set that was timed with several numbers of prompts, the greatest counts.
-    speeds = {row["setting"]: row for row in sorted(written_rows(out / "speed.jsonl"), key=lambda row: row["prompts"])}
+    speeds = {row["setting"]: row for row in sorted(written_rows(out / SPEEDS), key=lambda row: row["prompts"])}
     scored = []
     for benchmark in BENCHMARKS:
         for path in sorted((out / "answers").glob(f"{benchmark.name}.t*.jsonl")):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dspark_jax import evaluate
 from dspark_jax.data.generate import answer_wave
 from dspark_jax.errors import UserError
-from dspark_jax.evaluation import answers, benchmarks, summary
+from dspark_jax.evaluation import answers, benchmarks, summary, tables
 from dspark_jax.evaluation.metrics import round_stats
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
@@ -170,6 +170,29 @@ def test_bad_input_is_one_line(
     with pytest.raises(UserError, match=words) as caught:
         run(folder, tmp_path / "out", *flags)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_drafter_without_confidences_has_the_rest_of_the_report(whole: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    stamp = copy / answers.SETTINGS
+    stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"has_confidence": False}))
+    for path in (copy / "answers").glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{name: value for name, value in row.items() if name != "confidence"} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    evaluate.main(["evaluate", f"--out={copy}", "--report-only"])
+    macro = json.loads((copy / "report.json").read_text())["temperatures"]["0"]["macro"]
+    assert set(macro) == {"tokens_per_round", "accepted_drafts_per_round", "verify_rate", "conditional_acceptance",
+                          "speed"}  # fmt: skip
+    assert "reliability" not in (copy / "report.html").read_text().lower()
+
+
+def test_a_busy_machine_is_named() -> None:
+    whole = {"prompts": 500, "prompts_of_the_full_set": 500, "refused": 0}
+    part = {"not_in_macro": [], "sets": {"gsm8k": whole | {"others_cpu_percent": 40.0}}}
+    assert tables.notes({"temperatures": {"0": part}}, "0") == [
+        "While speeds were taken, others used up to 40 % of the CPUs: they say little."
+    ]
 
 
 def test_a_report_needs_answers(tmp_path: Path) -> None:
