@@ -87,7 +87,7 @@ def get_base() -> ConfigDict:
     c.serve.sampler = "rejection"
     c.serve.max_slots = 16
     c.serve.max_length = 0  # prompt and answer; 0: the model's context
-    c.serve.thinking = ""  # as data.thinking
+    c.serve.thinking = ""  # as data.thinking; `evaluate` takes "" for "off", as its reference does
     c.serve.processes = ""  # that share the prompts: "auto" on TPU pods and Slurm, "HOST:PORT,COUNT,INDEX" elsewhere
 
     c.sampling = ConfigDict()

@@ -12,6 +12,7 @@ from dspark_jax.data.jsonl import ResumableJsonl
 from dspark_jax.data.keep_out import KeepOut
 from dspark_jax.data.turns import Line, Turn, open_turns, thinking_variables, turn_ids
 from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.requests import Completion
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
 from dspark_jax.interop.target_io import Target
@@ -125,7 +126,9 @@ def write_answers(
         while todo:
             wave = [todo.popleft() for _ in range(min(WAVE, len(todo)))]
             params = [answer_params(turn.id, temperatures, max_tokens, seed) for turn in wave]
-            for turn, line in _answer_wave(engine, wave, params, variables):
+            for place, ids_of_prompt, done in answer_wave(engine, wave, params, variables):
+                turn = wave[place]
+                line = _line(turn, ids_of_prompt, done, params[place].temperature)
                 out.append(line)
                 progress.advance(1)
                 following = turn.after(line)
@@ -134,27 +137,32 @@ def write_answers(
         return [row for row in out.rows if row["id"] in ids]
 
 
+def _line(turn: Turn, prompt_ids: list[int], done: Completion, temperature: float) -> Line:
+    if done.finish_reason == "error":
+        return turn.failed(done.error)
+    tokens = {"prompt_ids": prompt_ids, "answer_ids": done.token_ids}
+    return turn.line({"content": done.text}, done.finish_reason, **tokens, temperature=temperature)
+
+
 def answer_params(key: str, temperatures: Sequence[float], max_tokens: int, seed: int) -> SamplingParams:
     """How the turn of id `key` is answered."""
     own = seed_of(f"{seed}/answer/{key}")
     return SamplingParams(temperature=temperatures[own % len(temperatures)], seed=own, max_tokens=max_tokens)
 
 
-def _answer_wave(
+def answer_wave(
     engine: Engine, wave: Sequence[Turn], params: Sequence[SamplingParams], variables: Mapping[str, Any]
-) -> Iterator[tuple[Turn, Line]]:
-    """Yields turns and their lines as they end."""
+) -> Iterator[tuple[int, list[int], Completion]]:
+    """Answers turns together. Yields, as they end, each one's place in the wave, its prompt's ids and its completion.
+
+    `variables`: of the chat template. A turn that cannot be answered ends with the reason "error".
+    """
     ready = []
-    for turn, own in zip(wave, params, strict=True):
+    for place, turn in enumerate(wave):
         try:
-            ready.append((turn, own, engine.target.tokenizer.chat_ids(turn.chat, **variables)))
+            ready.append((place, engine.target.tokenizer.chat_ids(turn.chat, **variables)))
         except UserError as error:
-            yield turn, turn.failed(str(error))
-    requests = engine.stream_completions([ids for _, _, ids in ready], [own for _, own, _ in ready])
+            yield place, [], Completion([], "", "error", [], [], [], error=str(error))
+    requests = engine.stream_completions([ids for _, ids in ready], [params[place] for place, _ in ready])
     for index, done in requests:
-        turn, own, ids = ready[index]
-        if done.finish_reason == "error":
-            yield turn, turn.failed(done.error)
-            continue
-        tokens = {"prompt_ids": ids, "answer_ids": done.token_ids}
-        yield turn, turn.line({"content": done.text}, done.finish_reason, **tokens, temperature=own.temperature)
+        yield *ready[index], done
