@@ -12,7 +12,6 @@ from dspark_jax.models.layers import soft_cap
 from dspark_jax.training.features import Features
 from pallas_kernels.distribution_loss import Rows, RowWeights, Targets, Vocabulary, distribution_loss
 
-
 MEANS = ("tokens", "reference")
 
 
@@ -53,7 +52,10 @@ class SlotWeights:
 
 @flax.struct.dataclass
 class LossTerms:
-    """Sums over slots and their weights, so that batches and hosts can be added before dividing. No gradients."""
+    """Sums over slots and their weights, so that batches and hosts can be added before dividing.
+
+    Of those only `confidence` has gradients.
+    """
 
     ce: jax.Array
     base_ce: jax.Array  # of the backbone's logits; 0 where the curriculum is off
