@@ -1,16 +1,10 @@
-"""The loss chunk by chunk of the rows: logits of one chunk are alive at a time, and its gradients are made on the spot.
-
-The weight of every row is known beforehand, so a chunk's gradients need no other chunk, and the backward pass only
-scales them: no logits are made twice. Rows go in the order of their sources; overlapping blocks share them, and each is
-computed once.
-"""
-
-from typing import Any
+"""The chunks in XLA's operations. Rows that share a source, as overlapping blocks do, have its law computed once."""
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.distribution_loss.chunks import Given, OfRows, Order, Trained, by_source, lanes, nothing, pick, put
 from pallas_kernels.distribution_loss.reference import (
     RowLosses,
     Rows,
@@ -20,33 +14,8 @@ from pallas_kernels.distribution_loss.reference import (
     capped_logits,
     cross_entropy,
     target_law,
-    weighted_sum,
     wide_matmul,
-)  # fmt: skip
-
-_LOGITS = 2**26  # of a chunk at most: 256 MiB in float32, of which about five are alive
-_ROWS = 512  # enough to keep a chip multiplying rather than reading the head
-
-Given = tuple[Rows, Targets, Vocabulary, RowWeights]
-
-
-@flax.struct.dataclass
-class Trained:
-    """What has gradients; also those themselves."""
-
-    hidden_MxH: jax.Array
-    factor_Mxr: jax.Array | None
-    correction_Vdxr: jax.Array | None
-
-
-@flax.struct.dataclass
-class _Order:
-    """Rows by source. Behind `num_rows` stand those that count for nothing."""
-
-    row_M: jax.Array
-    place_M: jax.Array  # the source's number among the distinct ones: 0, 0, 1, 2, 2, …
-    source_M: jax.Array  # the distinct ones
-    num_rows: jax.Array
+)
 
 
 @flax.struct.dataclass
@@ -57,105 +26,28 @@ class _Laws:
     missed_2C: jax.Array
 
 
-@flax.struct.dataclass
-class _OfRows:
-    """What every row leaves."""
-
-    losses: RowLosses
-    hidden_MxH: jax.Array | None  # gradients
-    factor_Mxr: jax.Array | None
-
-
-def distribution_loss(
-    rows: Rows, targets: Targets, vocabulary: Vocabulary, weights: RowWeights, chunk: int | None = None
-) -> tuple[jax.Array, RowLosses]:
-    """As the reference. `chunk`: rows at a time; None: as many as the vocabulary's size lets fit."""
-    trained = Trained(rows.hidden_MxH, rows.factor_Mxr, vocabulary.correction_Vdxr)
-    chunk = chunk or chunk_rows(len(rows.label_M), len(vocabulary.head_VdxH))
-    return _weighted(chunk, trained, (rows, targets, vocabulary, weights))
-
-
-def chunk_rows(num_rows: int, vocab: int) -> int:
-    """How many rows are worked on at a time."""
-    fitting = max(_LOGITS // vocab // 64 * 64, 64)
-    return min(fitting, _ROWS, num_rows)
-
-
-def _weighted(chunk: int, trained: Trained, given: Given) -> tuple[jax.Array, RowLosses]:
-    of_rows, _ = _over_chunks(chunk, trained, given, False)
-    return weighted_sum(of_rows.losses, given[-1]), of_rows.losses
-
-
-def _forward(chunk: int, trained: Trained, given: Given) -> tuple[tuple[jax.Array, RowLosses], Trained]:
-    of_rows, of_correction = _over_chunks(chunk, trained, given, True)
-    gradients = Trained(of_rows.hidden_MxH, of_rows.factor_Mxr, of_correction)
-    gradients = jax.tree.map(lambda g, a: g.astype(a.dtype), gradients, trained)
-    return (weighted_sum(of_rows.losses, given[-1]), of_rows.losses), gradients
-
-
-def _backward(chunk: int, gradients: Trained, cotangent: tuple[jax.Array, Any]) -> tuple[Trained, None]:
-    # The rows' losses serve metrics and the confidence's labels: they have no gradient.
-    return jax.tree.map(lambda g: g * cotangent[0].astype(g.dtype), gradients), None
-
-
-_weighted = jax.custom_vjp(_weighted, nondiff_argnums=(0,))
-_weighted.defvjp(_forward, _backward)
-
-
-def _by_source(source_M: jax.Array) -> _Order:
-    key = jnp.where(source_M >= 0, source_M, jnp.iinfo(source_M.dtype).max)
-    row = jnp.argsort(key)
-    ordered = key[row]
-    place = jnp.cumsum(jnp.append(False, ordered[1:] != ordered[:-1]))
-    return _Order(row, place, jnp.zeros_like(key).at[place].set(ordered), jnp.sum(source_M >= 0))
-
-
-def _over_chunks(chunk: int, trained: Trained, given: Given, differentiate: bool) -> tuple[_OfRows, jax.Array | None]:
+def over_chunks(chunk: int, trained: Trained, given: Given, differentiate: bool) -> tuple[OfRows, jax.Array | None]:
     """Every row's losses and, where asked for, the gradients of their weighted sum: of the rows, of the correction."""
     rows, targets, vocabulary, weights = given
-    rows = rows.replace(hidden_MxH=trained.hidden_MxH, factor_Mxr=trained.factor_Mxr)
-    vocabulary = vocabulary.replace(correction_Vdxr=trained.correction_Vdxr)
-    order, num_rows = _by_source(rows.source_M), len(rows.label_M)
+    order = by_source(rows.source_M)
 
-    def chunk_of(at_C: jax.Array, used_C: jax.Array, p_CxVd: jax.Array, missed_C: jax.Array):
-        some_rows, some_weights = jax.tree.map(lambda a: a[at_C], (rows, weights))
-        some_weights = jax.tree.map(lambda a: jnp.where(used_C, a, 0), some_weights)
-        return _chunk(some_rows, some_weights, p_CxVd, missed_C, vocabulary, differentiate)
-
-    def body(i: jax.Array, carry: tuple[_Laws, _OfRows, jax.Array | None]):
+    def body(i: jax.Array, carry: tuple[_Laws, OfRows, jax.Array | None]):
         laws, of_rows, of_correction = carry
-        lane = i * chunk + jnp.arange(chunk)
-        used = lane < order.num_rows
-        lane = jnp.minimum(lane, order.num_rows - 1)
+        lane, used = lanes(order, i, chunk)
         laws = _load(laws, order, i, lane[-1], targets, vocabulary)
         # A chunk's sources are consecutive, hence in two chunks of them at most.
-        slot = order.place_M[lane] % (2 * chunk)
-        at = order.row_M[lane]
-        new, more = chunk_of(at, used, laws.p_2CxVd[slot], laws.missed_2C[slot])
-        to = jnp.where(used, at, num_rows)  # lanes behind the last row write nowhere
-        of_rows = jax.tree.map(lambda old, a: old.at[to].set(a.astype(old.dtype), mode="drop"), of_rows, new)
-        return laws, of_rows, None if more is None else of_correction + more
+        slot, at = order.place_M[lane] % (2 * chunk), order.row_M[lane]
+        some = pick(at, used, rows, weights)
+        new, more = _chunk(*some, laws.p_2CxVd[slot], laws.missed_2C[slot], vocabulary, differentiate)
+        return laws, put(of_rows, new, at, used), None if more is None else of_correction + more
 
-    start = _nothing(chunk, given, trained, differentiate)
+    law = jax.eval_shape(target_law, targets, vocabulary)[0]
+    laws = _Laws(jnp.zeros((2 * chunk, law.shape[1]), law.dtype), jnp.zeros(2 * chunk, law.dtype))
+    start = laws, *nothing(given, trained, differentiate)
     return jax.lax.fori_loop(0, (order.num_rows + chunk - 1) // chunk, body, start)[1:]
 
 
-def _nothing(chunk: int, given: Given, trained: Trained, differentiate: bool):
-    """What the loop starts from."""
-    _, targets, vocabulary, weights = given
-    wide = jnp.promote_types(trained.hidden_MxH.dtype, jnp.float32)
-    zeros = jnp.zeros(len(trained.hidden_MxH), wide)
-    losses = RowLosses(zeros, zeros, None if weights.base_ce_M is None else zeros)
-    law = jax.eval_shape(target_law, targets, vocabulary)[0]
-    laws = _Laws(jnp.zeros((2 * chunk, law.shape[1]), law.dtype), jnp.zeros(2 * chunk, law.dtype))
-    if not differentiate:
-        return laws, _OfRows(losses, None, None), None
-    of_rows = _OfRows(losses, *jax.tree.map(jnp.zeros_like, (trained.hidden_MxH, trained.factor_Mxr)))
-    # Every row's gradient is written once; the correction's is a sum over the chunks.
-    return laws, of_rows, jax.tree.map(lambda a: jnp.zeros(a.shape, wide), trained.correction_Vdxr)
-
-
-def _load(laws: _Laws, order: _Order, i: jax.Array, last: jax.Array, targets: Targets, vocabulary: Vocabulary) -> _Laws:
+def _load(laws: _Laws, order: Order, i: jax.Array, last: jax.Array, targets: Targets, vocabulary: Vocabulary) -> _Laws:
     """Computes the target's laws that chunk i, whose last row is `last`, is the first to read."""
     chunk = len(laws.missed_2C) // 2
     loaded = jnp.where(i > 0, order.place_M[jnp.maximum(i * chunk - 1, 0)] // chunk + 1, 0)
@@ -171,7 +63,7 @@ def _load(laws: _Laws, order: _Order, i: jax.Array, last: jax.Array, targets: Ta
 
 def _chunk(
     rows: Rows, weights: RowWeights, p_CxVd: jax.Array, missed_C: jax.Array, vocabulary: Vocabulary, differentiate: bool
-) -> tuple[_OfRows, jax.Array | None]:
+) -> tuple[OfRows, jax.Array | None]:
     """The losses of a chunk's rows and the gradients of their weighted sum."""
     base = logits = capped_logits(rows.hidden_MxH, vocabulary)
     if rows.factor_Mxr is not None:
@@ -183,7 +75,7 @@ def _chunk(
         None if weights.base_ce_M is None else cross_entropy(base, rows.label_M),
     )
     if not differentiate:
-        return _OfRows(losses, None, None), None
+        return OfRows(losses, None, None), None
     of_logits = _cross_entropy_slope(q, rows.label_M, weights.ce_M) + _distance_slope(q, p_CxVd, weights.distance_M)
     of_base = of_logits
     if weights.base_ce_M is not None:
@@ -192,10 +84,10 @@ def _chunk(
         of_base *= 1 - (base / vocabulary.softcap) ** 2
     of_hidden = wide_matmul(of_base.astype(rows.hidden_MxH.dtype), vocabulary.head_VdxH, (1, 0))
     if rows.factor_Mxr is None:
-        return _OfRows(losses, of_hidden, None), None
+        return OfRows(losses, of_hidden, None), None
     of_logits = of_logits.astype(rows.factor_Mxr.dtype)
     of_factor = wide_matmul(of_logits, vocabulary.correction_Vdxr, (1, 0))
-    return _OfRows(losses, of_hidden, of_factor), wide_matmul(of_logits, rows.factor_Mxr, (0, 0))
+    return OfRows(losses, of_hidden, of_factor), wide_matmul(of_logits, rows.factor_Mxr, (0, 0))
 
 
 def _cross_entropy_slope(q_CxVd: jax.Array, label_C: jax.Array, weight_C: jax.Array) -> jax.Array:
