@@ -116,6 +116,7 @@ def block_loss(
     weights: LossWeights,
     base_share: jax.Array | float = 0.0,
     whole: Whole | None = None,
+    kernels: str = "xla",
 ) -> tuple[jax.Array, LossTerms, jax.Array]:
     """The scalar loss, its terms and each slot's acceptance rate c* = 1 - TV (no gradient; 0 outside `eval_mask`).
 
@@ -129,7 +130,7 @@ def block_loss(
     if weights.curriculum:
         row_weights = row_weights.replace(ce_M=(1 - base_share) * ce, base_ce_M=base_share * ce)
     rows = rows.replace(source_M=jnp.where(eval_mask.reshape(-1), rows.source_M, -1))
-    loss, of_row = distribution_loss(rows, targets, vocabulary, row_weights)
+    loss, of_row = distribution_loss(rows, targets, vocabulary, row_weights, kernels)
     of_slot = jax.tree.map(lambda a: a.reshape(eval_mask.shape), of_row)
     accept = jnp.where(eval_mask, jnp.clip(1 - of_slot.distance_M, 0, 1), 0)
     confidence = jnp.zeros(())

@@ -32,6 +32,7 @@ class Setup:
     weights: LossWeights | Eagle3Loss
     num_anchors: int
     optimizer: optax.GradientTransformation
+    kernels: str = "xla"  # or "tpu"; see `backends.choose`
 
 
 @flax.struct.dataclass
@@ -136,7 +137,9 @@ def drafter_loss(
     vocabulary = Vocabulary(borrowed.head_VdxH, correction, c.decoder.softcap, c.reduced)
     learnt = blocks.eval_BxNxK
     confidence = confidence.reshape(learnt.shape)
-    loss, terms, accept = block_loss(rows, targets, vocabulary, confidence, learnt, setup.weights, base_share, whole)
+    loss, terms, accept = block_loss(
+        rows, targets, vocabulary, confidence, learnt, setup.weights, base_share, whole, setup.kernels
+    )
     return loss, (terms, metric_sums(terms, accept, confidence, learnt))
 
 

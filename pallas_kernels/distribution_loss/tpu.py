@@ -243,7 +243,9 @@ def _gradients_kernel(ins: Refs, outs: Refs, tile: _Tile, *, softcap: float, bas
     inside, said = ids < tile.vocab, (ids == ins["label"][...]).astype(jnp.float32)
     logits = jnp.where(inside, ins["logits"][...], -jnp.inf)
     q, p = jnp.exp(logits - log_total), jnp.where(inside, ins["law"][...], 0)
-    of_logits = of_base = ce * (q - said) + distance * q * (jnp.sign(q - p) - mean_side)
+    # Not jnp.sign: to lower it, Pallas asks which chip is there.
+    side = jnp.where(q > p, 1.0, jnp.where(q < p, -1.0, 0.0))
+    of_logits = of_base = ce * (q - said) + distance * q * (side - mean_side)
     if base or softcap:
         base_logits = ins["logits"][...]
         if "factor" in ins:
