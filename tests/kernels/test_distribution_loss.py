@@ -1,6 +1,10 @@
 """The chunked loss and its own gradients against autodiff of the one with all logits in memory."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,3 +107,9 @@ def test_the_order_of_the_rows_does_not_matter(x64):
 def test_chunks_are_bounded_by_the_vocabulary():
     assert chunk_rows(3584, 151_936) == 384 and chunk_rows(3584, 262_144) == 256
     assert chunk_rows(3584, 300) == 512 and chunk_rows(5, 300) == 16
+
+
+def test_on_a_mesh():
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-m", "tests.kernels.sharded_loss"], cwd=root, env=environment, check=True)
