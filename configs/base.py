@@ -72,6 +72,9 @@ def get_base() -> ConfigDict:
     c.train.l1_weight = 0.9
     c.train.confidence_weight = 1.0
     c.train.decay_gamma = 4.0  # slot k weighs exp(-k / gamma)
+    # "tokens": one mean over all slots of an update. "reference": the mean of its micro-steps' means, as DeepSpec has
+    # it, where a slot weighs the more the fewer there are in its micro-step. Of one micro-step they are the same.
+    c.train.loss_mean = "tokens"
     c.train.curriculum = 0.0  # part of the run over which CE moves from the backbone's logits to the head's (Domino)
     c.train.step_decay = 0.8  # step t of Eagle3's training-time test weighs step_decay ** t
     c.train.keep_features = (

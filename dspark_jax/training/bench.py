@@ -28,6 +28,7 @@ from dspark_jax.training.losses import SlotWeights
 from dspark_jax.training.parts import step_parts
 from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer
 from dspark_jax.training.update import apply_gradients, pack_weights, part_totals, train_step
+from pallas_kernels.backends import choose
 
 MATRIX = {"cpu": 2048}  # side of the matrices whose product is timed
 LARGE_MATRIX = 8192  # elsewhere
@@ -77,7 +78,8 @@ def _models(config: ConfigDict) -> tuple[Target, Setup, Borrowed, TrainState]:
         raise UserError("bench --train measures block drafters: this config's is Eagle3")
     t = config.train
     optimizer = make_optimizer(learning_rate(t.lr, t.steps, t.warmup_ratio), t.weight_decay, t.max_grad_norm)
-    setup = Setup(DSpark(drafter), loss_settings(config), t.num_anchors, optimizer)
+    kernels, _ = choose("auto", jax.tree.leaves(target.params))
+    setup = Setup(DSpark(drafter), loss_settings(config), t.num_anchors, optimizer, kernels)
     params = init_drafter(drafter, jax.random.key(config.seed))
     state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     ids = np.arange(drafter.draft_vocab_size) if drafter.reduced else None

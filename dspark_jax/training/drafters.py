@@ -7,7 +7,7 @@ from dspark_jax.interop.drafter_fit import check_fit
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.config import DrafterConfig, Eagle3Config, draft_decoder
 from dspark_jax.training.eagle3 import Eagle3Loss
-from dspark_jax.training.losses import LossWeights
+from dspark_jax.training.losses import MEANS, LossWeights
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -29,8 +29,10 @@ def loss_settings(config: ConfigDict) -> LossWeights | Eagle3Loss:
         return Eagle3Loss(d.ttt_length, t.step_decay)
     if not 0 <= t.curriculum <= 1:
         raise UserError(f"train.curriculum={t.curriculum}: it is a part of the run, 0 to 1")
+    if t.loss_mean not in MEANS:
+        raise UserError(f"unknown train.loss_mean {t.loss_mean!r}: it is one of {', '.join(MEANS)}")
     confidence = t.confidence_weight if d.confidence else 0.0
-    return LossWeights(t.ce_weight, t.l1_weight, confidence, t.decay_gamma, round(t.curriculum * t.steps))
+    return LossWeights(t.ce_weight, t.l1_weight, confidence, t.decay_gamma, round(t.curriculum * t.steps), t.loss_mean)
 
 
 def _block_drafter(config: ConfigDict, target: Target) -> DrafterConfig:

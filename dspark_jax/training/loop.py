@@ -24,6 +24,7 @@ from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.parts import Parts, step_parts
 from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer
 from dspark_jax.training.update import train_step
+from pallas_kernels.backends import choose
 
 
 def train(config: ConfigDict) -> Path:
@@ -46,7 +47,8 @@ def train(config: ConfigDict) -> Path:
     drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
     schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
     optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
-    setup = Setup(drafter.module, loss_settings(config), config.train.num_anchors, optimizer)
+    kernels, _ = choose("auto", jax.tree.leaves(drafter.borrowed))
+    setup = Setup(drafter.module, loss_settings(config), config.train.num_anchors, optimizer, kernels)
     state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
     state = restore_latest(manager, state)
     source = CachedFeatures(target, cache) if cache else FeatureSource(target, config.train.keep_features)

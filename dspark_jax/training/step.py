@@ -17,7 +17,8 @@ from dspark_jax.models.layers import KeysValues, Params
 from dspark_jax.training.anchors import Blocks
 from dspark_jax.training.eagle3 import Eagle3Loss, eagle3_loss, position_masks
 from dspark_jax.training.features import Features
-from dspark_jax.training.losses import LossTerms, LossWeights, SlotWeights, loss_terms, metric_sums, target_log_prob
+from dspark_jax.training.losses import LossTerms, LossWeights, SlotWeights, block_loss, metric_sums
+from pallas_kernels.distribution_loss import Rows, Targets, Vocabulary
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> numerator, denominator
 ContextKV = tuple[KeysValues, ...]  # for each kind of attention, [L, B·S, KV, D]
@@ -31,6 +32,7 @@ class Setup:
     weights: LossWeights | Eagle3Loss
     num_anchors: int
     optimizer: optax.GradientTransformation
+    kernels: str = "xla"  # or "tpu"; see `backends.choose`
 
 
 @flax.struct.dataclass
@@ -64,10 +66,16 @@ def make_optimizer(schedule: optax.Schedule, weight_decay: float, max_grad_norm:
 def draft_blocks(
     module: DSpark, params: Params, borrowed: Borrowed, taps_BxSxMH: jax.Array, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array]:
-    """Teacher-forced draft logits `[B, N, K, Vd]` and confidence logits `[B, N, K]` of packed blocks (spec 1.7)."""
-    context_kv = run_context(module, params, borrowed, taps_BxSxMH)
-    hidden, base = run_backbone(module, params, borrowed, context_kv, blocks)
-    return run_heads(module, params, borrowed, hidden, base, blocks)
+    """Teacher-forced draft logits `[B, N, K, Vd]` and confidence logits `[B, N, K]` of packed blocks (spec 1.7).
+
+    The loss does without those logits (`drafter_loss`); this is for a look at them.
+    """
+    hidden = run_backbone(module, params, borrowed, run_context(module, params, borrowed, taps_BxSxMH), blocks)
+    factor, confidence = run_heads(module, params, borrowed, hidden, blocks)
+    variables, shape = {"params": params}, blocks.previous_BxNxK.shape
+    base = module.apply(variables, module.predicting(hidden), borrowed, method=DSpark.base_logits)
+    logits = module.apply(variables, base, factor, method=DSpark.corrected)
+    return logits.reshape(*shape, -1), confidence.reshape(shape)
 
 
 def run_context(
@@ -85,27 +93,23 @@ def run_context(
 
 def run_backbone(
     module: DSpark, params: Params, borrowed: Borrowed, context_kv: ContextKV, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """The blocks' hidden states `[B·N, block_size, H]` and their logits before the head `[B·N, K, Vd]`."""
+) -> jax.Array:
+    """The blocks' hidden states `[B·N, block_size, H]`."""
     c = module.config
     variables = {"params": params}
     start = blocks.anchor_BxN - blocks.position_BxN
     attend = attend_blocks(c.decoder, context_kv, blocks.anchor_BxN, start, blocks.keep_BxN, c.block_size)
     anchor_token = jnp.where(blocks.keep_BxN, blocks.previous_BxNxK[..., 0], c.mask_token_id)
     slot_position = (blocks.position_BxN[..., None] + jnp.arange(c.block_size)).reshape(-1, c.block_size)
-    hidden = module.apply(variables, anchor_token.reshape(-1), slot_position, attend, borrowed, method=DSpark.block)
-    return hidden, module.apply(variables, module.predicting(hidden), borrowed, method=DSpark.base_logits)
+    return module.apply(variables, anchor_token.reshape(-1), slot_position, attend, borrowed, method=DSpark.block)
 
 
 def run_heads(
-    module: DSpark, params: Params, borrowed: Borrowed, hidden: jax.Array, base: jax.Array, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """Draft and confidence logits of the backbone's output, as `draft_blocks` returns them."""
-    shape = blocks.previous_BxNxK.shape
-    previous = blocks.previous_BxNxK.reshape(-1, shape[-1])
-    method = DSpark.teacher_forced
-    logits, confidence = module.apply({"params": params}, hidden, base, previous, borrowed, method=method)
-    return logits.reshape(*shape, -1), confidence.reshape(shape)
+    module: DSpark, params: Params, borrowed: Borrowed, hidden: jax.Array, blocks: Blocks
+) -> tuple[jax.Array | None, jax.Array]:
+    """The in-block head's factors `[B·N, K, r]`, None without a head, and the confidence logits `[B·N, K]`."""
+    previous = blocks.previous_BxNxK.reshape(-1, blocks.previous_BxNxK.shape[-1])
+    return module.apply({"params": params}, hidden, previous, borrowed, method=DSpark.teacher_forced)
 
 
 def draft_labels(borrowed: Borrowed, label: jax.Array) -> jax.Array:
@@ -125,24 +129,33 @@ def drafter_loss(
     whole: SlotWeights | None = None,
     context_kv: ContextKV | None = None,
 ) -> tuple[jax.Array, tuple[LossTerms, Sums]]:
-    """The loss of a batch of blocks, its terms and the metrics' sums. `base_share`: of the backbone's logits in CE.
+    """The loss of a batch of blocks, its terms and the metrics' sums. `base_share`, `whole`: see `block_loss`.
 
-    `whole`: what the slots of the whole update weigh, where these are a part of it. `context_kv`: the features' own, as
-    `run_context` gives them; None: they are computed here, for sequences.
+    `context_kv`: the features' own, as `run_context` gives them; None: they are computed here, for sequences.
     """
-    module, weights, reduced = setup.drafter, setup.weights, setup.drafter.config.reduced
+    module, c = setup.drafter, setup.drafter.config
     params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
     if context_kv is None:
         context_kv = run_context(module, params, borrowed, features.taps_BxSxMH)
-    hidden, base = run_backbone(module, params, borrowed, context_kv, blocks)
-    logits, confidence = run_heads(module, params, borrowed, hidden, base, blocks)
-    log_prob_BxSxVd = target_log_prob(features, borrowed, module.config.decoder.softcap)
-    source = blocks.source_BxNxK.reshape(len(blocks.source_BxNxK), -1, 1)
-    log_prob = jnp.take_along_axis(log_prob_BxSxVd, source, axis=1).reshape(logits.shape)
-    label, learnt = draft_labels(borrowed, blocks.label_BxNxK), blocks.eval_BxNxK
-    base = base.reshape(logits.shape)
-    terms, accept = loss_terms(logits, confidence, log_prob, label, learnt, weights, reduced, base)
-    return terms.total(weights, base_share, whole), (terms, metric_sums(terms, accept, confidence, learnt))
+    hidden = run_backbone(module, params, borrowed, context_kv, blocks)
+    factor, confidence = run_heads(module, params, borrowed, hidden, blocks)
+    batch, length, width = features.last_hidden_BxSxH.shape
+    source = blocks.source_BxNxK + length * jnp.arange(batch)[:, None, None]
+    rows = Rows(
+        module.predicting(hidden).reshape(-1, width),
+        None if factor is None else factor.reshape(-1, factor.shape[-1]),
+        draft_labels(borrowed, blocks.label_BxNxK).reshape(-1),
+        source.reshape(-1),
+    )
+    targets = Targets(features.last_hidden_BxSxH.reshape(-1, width), features.log_total_BxS.reshape(-1))
+    correction = module.apply({"params": params}, method=DSpark.correction)
+    vocabulary = Vocabulary(borrowed.head_VdxH, correction, c.decoder.softcap, c.reduced)
+    learnt = blocks.eval_BxNxK
+    confidence = confidence.reshape(learnt.shape)
+    loss, terms, accept = block_loss(
+        rows, targets, vocabulary, confidence, learnt, setup.weights, base_share, whole, setup.kernels
+    )
+    return loss, (terms, metric_sums(terms, accept, confidence, learnt))
 
 
 def computed_in(dtype: jnp.dtype, params: Params, features: Features) -> tuple[Params, Features]:

@@ -3,7 +3,7 @@
 Block drafters: all that a micro-batch's blocks share, the context's keys and values, is computed once; the blocks then
 run some at a time, forward and backward. So memory does not grow with their number, nothing is computed twice, and
 dummies cost at most one such part. What slots weigh is known from masks alone, and summed over all micro-batches first:
-the loss is one mean over the update's slots, however it is divided.
+the loss is one mean over the update's slots, however it is divided, or the mean of the micro-steps' (`wholes`).
 """
 
 import functools
@@ -22,7 +22,7 @@ from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import Params
 from dspark_jax.training.anchors import Blocks, make_blocks
 from dspark_jax.training.features import Features
-from dspark_jax.training.losses import SlotWeights, slot_weights
+from dspark_jax.training.losses import SlotWeights, slot_weights, wholes
 from dspark_jax.training.step import (
     ContextKV,
     Setup,
@@ -58,10 +58,10 @@ def train_step(
     `source` gives a micro-batch's features when its turn has come. The new state, and the step's metrics.
     """
     arrays = [part.pack if isinstance(part, MicroBatch) else part for part in parts]
-    whole, totals = None, None
+    each, totals = [None] * len(parts), None
     if not isinstance(setup.drafter, Eagle3):
-        whole = functools.reduce(_add, (pack_weights(setup, borrowed, pack) for pack in arrays))
-    for part, array in zip(parts, arrays, strict=True):
+        each = wholes([pack_weights(setup, borrowed, pack) for pack in arrays], setup.weights.mean)
+    for part, array, whole in zip(parts, arrays, each, strict=True):
         one = part_totals(setup, borrowed, state.params, state.step, source(part), array, whole, 1 / len(parts))
         totals = one if totals is None else add_totals(totals, one)
     return apply_gradients(setup, state, totals)

@@ -5,21 +5,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.training.losses import LossWeights, loss_terms, metric_sums, total_variation
+from dspark_jax.training.losses import (
+    LossWeights,
+    block_loss,
+    metric_sums,
+    slot_weights,
+    total_variation,
+    wholes,
+)  # fmt: skip
 from dspark_jax.training.step import learning_rate
+from pallas_kernels.distribution_loss import Rows, Targets, Vocabulary
 
 
-def terms_of(logits, label=None, accept_logits=0.0, eval_mask=None, target=None, **weights):
-    """Loss terms of blocks whose shape is that of `logits` [B, N, K, V]; everything else has a plain default."""
-    slots = logits.shape[:-1]
+def loss_of(logits, label=None, accept_logits=0.0, eval_mask=None, target=None, whole=None, **weights):
+    """Loss, terms and acceptance of blocks whose shape is that of `logits` [..., K, V]; the rest has a plain default.
+
+    The head is the identity: hidden states are logits.
+    """
+    slots, vocab = logits.shape[:-1], logits.shape[-1]
     label = jnp.zeros(slots, int) if label is None else label
-    eval_mask = jnp.ones(slots) if eval_mask is None else eval_mask
+    eval_mask = jnp.ones(slots, bool) if eval_mask is None else eval_mask
     target = jax.nn.log_softmax(logits) if target is None else target
-    return loss_terms(logits, jnp.full(slots, accept_logits), target, label, eval_mask, LossWeights(**weights))
+    count = label.size
+    rows = Rows(logits.reshape(count, vocab), None, label.reshape(count), jnp.arange(count))
+    targets = Targets(target.reshape(count, vocab), jnp.zeros(count))
+    vocabulary = Vocabulary(jnp.eye(vocab), None)
+    confidence = jnp.full(slots, accept_logits)
+    return block_loss(rows, targets, vocabulary, confidence, eval_mask, LossWeights(**weights), whole=whole)
+
+
+def terms_of(*args, **options):
+    return loss_of(*args, **options)[1]
 
 
 def test_position_weights_decay_by_four():
-    assert float(terms_of(jnp.zeros((1, 1, 7, 3)))[0].weight) == pytest.approx(3.73521, abs=1e-4)
+    assert float(terms_of(jnp.zeros((1, 1, 7, 3))).weight) == pytest.approx(3.73521, abs=1e-4)
 
 
 def test_equal_distributions_are_always_accepted_and_disjoint_ones_never():
@@ -36,8 +56,8 @@ def test_mass_outside_a_reduced_vocabulary_counts_as_missed():
 
 def test_a_label_that_the_drafter_cannot_say_costs_no_cross_entropy():
     logits = jnp.array([[[[2.0, 0.0], [0.0, 1.0]]]])
-    both, _ = terms_of(logits, jnp.array([[[0, 1]]]), decay_gamma=0)
-    one, _ = terms_of(logits, jnp.array([[[0, -1]]]), decay_gamma=0)
+    both = terms_of(logits, jnp.array([[[0, 1]]]), decay_gamma=0)
+    one = terms_of(logits, jnp.array([[[0, -1]]]), decay_gamma=0)
     assert float(both.ce_weight) == 2 and float(one.ce_weight) == 1
     assert float(one.ce) == pytest.approx(float(jnp.log1p(jnp.exp(-2.0))))
 
@@ -45,7 +65,7 @@ def test_a_label_that_the_drafter_cannot_say_costs_no_cross_entropy():
 def test_expected_tokens_of_a_round():
     accept = jnp.array([[[0.5, 0.5], [1.0, 1.0]]])
     eval_mask = jnp.array([[[True, True], [True, False]]])
-    terms, _ = terms_of(jnp.zeros((1, 2, 2, 2)), eval_mask=eval_mask)
+    terms = terms_of(jnp.zeros((1, 2, 2, 2)), eval_mask=eval_mask)
     sums = metric_sums(terms, accept, jnp.zeros((1, 2, 2)), eval_mask)
     num, den = sums["tau_probabilistic"]
     assert float(num / den) == pytest.approx(((1 + 0.5 + 0.25) + (1 + 1)) / 2)
@@ -53,10 +73,39 @@ def test_expected_tokens_of_a_round():
 
 
 def test_the_label_of_confidence_has_no_gradient():
-    def confidence_loss(logits):
-        return terms_of(logits, accept_logits=1.0, target=jnp.log(jnp.array([[[[0.7, 0.3]]]])))[0].confidence
+    def loss(logits):
+        target = jnp.log(jnp.array([[[[0.7, 0.3]]]]))
+        return loss_of(logits, accept_logits=1.0, target=target, ce=0.0, l1=0.0)[0]
 
-    assert not np.asarray(jax.grad(confidence_loss)(jnp.array([[[[1.0, 0.0]]]]))).any()
+    value, slope = jax.value_and_grad(loss)(jnp.array([[[[1.0, 0.0]]]]))
+    assert value > 0.1 and not np.asarray(slope).any()
+
+
+def test_micro_steps_add_up_to_the_mean_asked_for():
+    """Two micro-steps of unequal size, one token mean; and by the reference's rule the mean of their two means."""
+    rng = np.random.default_rng(0)
+    logits, target = (jnp.asarray(rng.standard_normal((4, 3, 5)), jnp.float32) for _ in range(2))
+    target = jax.nn.log_softmax(target)
+    eval_mask = jnp.arange(3) < jnp.array([1, 1, 3, 3])[:, None]
+    label = jnp.where(rng.random((4, 3)) < 0.3, -1, 1)
+    halves = [slice(0, 2), slice(2, 4)]
+
+    def loss(part=slice(None), **options):
+        return loss_of(logits[part], label[part], 0.5, eval_mask[part], target[part], **options)[0]
+
+    each = [slot_weights(label[half], eval_mask[half], LossWeights().decay_gamma).sum() for half in halves]
+    tokens, reference = (
+        sum(loss(half, whole=whole) for half, whole in zip(halves, wholes(each, mean), strict=True))
+        for mean in ("tokens", "reference")
+    )
+    assert float(tokens) == pytest.approx(float(loss()), rel=1e-6)
+    assert float(reference) == pytest.approx(float(np.mean([loss(half) for half in halves])), rel=1e-6)
+    assert abs(tokens - reference) > 1e-2
+
+
+def test_an_update_without_slots_costs_nothing():
+    logits = jnp.ones((1, 1, 2, 3))
+    assert float(loss_of(logits, eval_mask=jnp.zeros((1, 1, 2), bool))[0]) == 0
 
 
 def test_the_schedule_is_the_references_with_its_hand_over():

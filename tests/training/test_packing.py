@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.data.batches import Batches, Sample
-from dspark_jax.data.packing import ALIGN, bucket, draw_anchors, micro_batches
+from dspark_jax.data.packing import ALIGN, MicroBatch, bucket, draw_anchors, micro_batches
 from dspark_jax.interop.drafter_tensors import abstract_drafter, drafter_module
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig, Rope
@@ -129,19 +129,22 @@ def case():
 
 def laid_out(features, part):
     """A pack's features; garbage between the documents, which nothing may read."""
-    length = part.token_BxS.shape[1]
-    out = [np.full((1, length, *a.shape[1:]), 3.0) for a in jax.tree.leaves(next(iter(features.values())))]
+    shape = part.token_BxS.shape
+    out = [np.full((*shape, *a.shape[1:]), 3.0) for a in jax.tree.leaves(next(iter(features.values())))]
     for document in part.documents:
         for whole, own in zip(out, jax.tree.leaves(features[document.row]), strict=True):
-            whole[0, document.start : document.start + document.length] = own
+            whole[document.pack, document.start : document.start + document.length] = own
     return Features(*map(jnp.asarray, out))
 
 
-def update(case, num_packs, at_once, samples=None, num_anchors=4):
-    """Parameters and metrics after a step."""
+def update(case, num_packs, at_once, samples=None, together=False):
+    """Parameters and metrics after a step. `together`: all packs in one micro-batch, as on several devices."""
     setup, borrowed, params, own, features = case
     state = TrainState(jax.tree.map(jnp.array, params), setup.optimizer.init(params), jnp.zeros((), jnp.int32))
-    parts = micro_batches(own if samples is None else samples, num_packs, num_anchors, at_once, seed=1)
+    parts = micro_batches(own if samples is None else samples, num_packs, 4, at_once, seed=1)
+    if together:
+        documents = [d._replace(pack=i) for i, part in enumerate(parts) for d in part.documents]
+        parts = [MicroBatch(jax.tree.map(lambda *a: np.concatenate(a), *(p.pack for p in parts)), documents)]
     return train_step(setup, borrowed, state, functools.partial(laid_out, features), parts)
 
 
@@ -179,10 +182,10 @@ def test_a_packed_step_is_the_gradient_of_the_loss_over_padded_sequences(case, u
     same(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
 
 
-@pytest.mark.parametrize(("num_packs", "at_once"), [(1, 5), (4, 3)])
-def test_a_step_is_the_same_however_it_is_divided(case, undivided, x64, monkeypatch, num_packs, at_once):
+@pytest.mark.parametrize(("num_packs", "at_once", "together"), [(1, 5, False), (4, 3, False), (2, 7, True)])
+def test_a_step_is_the_same_however_it_is_divided(case, undivided, x64, monkeypatch, num_packs, at_once, together):
     monkeypatch.setattr(anchor_attention, "SMALL", 0)  # in tiles, where the undivided step has all scores at once
-    (state, metrics), (wanted, wanted_metrics) = update(case, num_packs, at_once), undivided
+    (state, metrics), (wanted, wanted_metrics) = update(case, num_packs, at_once, together=together), undivided
     assert abs(float(metrics["loss"]) - float(wanted_metrics["loss"])) < 1e-10
     same(
         (state.params, metrics["sums"], metrics["blocks"]),
@@ -210,7 +213,7 @@ def test_blocks_see_their_own_document_before_their_anchor_alone(case, x64):
     @jax.jit
     def hidden(taps):
         context_kv = run_context(setup.drafter, params, borrowed, taps, jnp.asarray(pack.position_DxT))
-        return run_backbone(setup.drafter, params, borrowed, context_kv, blocks)[0]
+        return run_backbone(setup.drafter, params, borrowed, context_kv, blocks)
 
     taps = laid_out(features, part).taps_BxSxMH
     out, pull = jax.vjp(hidden, taps)
