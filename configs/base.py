@@ -62,10 +62,12 @@ def get_base() -> ConfigDict:
     c.train.steps = 1000
     c.train.batch_size = 8  # sequences
     c.train.num_anchors = 512  # blocks per sequence, at most
+    c.train.optimizer = "adamw"  # "muon": of the matrices, the rest AdamW's; "adafactor": less memory
     c.train.lr = 6e-4
     c.train.warmup_ratio = 0.04
     c.train.weight_decay = 0.0
     c.train.max_grad_norm = 1.0
+    c.train.ema = 0.0  # decay of averaged parameters, which are then validated and exported, as 0.999; 0: none
     c.train.ce_weight = 0.1
     c.train.l1_weight = 0.9
     c.train.confidence_weight = 1.0

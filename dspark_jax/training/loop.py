@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -21,7 +20,8 @@ from dspark_jax.training.data import features_cache, trained_on, training_rows
 from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
-from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer, train_step
+from dspark_jax.training.optimizers import make_optimizer
+from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state, train_step
 
 
 def train(config: ConfigDict) -> Path:
@@ -42,15 +42,15 @@ def train(config: ConfigDict) -> Path:
             rows, drafter_config.draft_vocab_size, target.config.eos_token_ids, target.config.vocab_size
         )
     drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
-    schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
-    optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
-    setup = Setup(drafter.module, loss_settings(config), config.train.num_anchors, optimizer)
-    state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
-    state = restore_latest(manager, state)
+    t = config.train
+    schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
+    optimizer = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm)
+    setup = Setup(drafter.module, loss_settings(config), t.num_anchors, optimizer, t.ema)
+    state = restore_latest(manager, new_state(drafter.params, setup))
     source = CachedFeatures(target, cache) if cache else FeatureSource(target, config.train.keep_features)
     state = _run_steps(config, setup, source, drafter, state, batches, manager, schedule)
     out = Path(config.workdir) / "drafter"
-    trained = dataclasses.replace(drafter, params=state.params, trained_on=trained_on(config, target))
+    trained = dataclasses.replace(drafter, params=state.weights, trained_on=trained_on(config, target))
     save_drafter(out, trained, target)
     return out
 

@@ -31,17 +31,32 @@ class Setup:
     weights: LossWeights | Eagle3Loss
     num_anchors: int
     optimizer: optax.GradientTransformation
+    ema: float = 0.0  # decay of the averaged parameters; 0: there are none
 
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything a checkpoint holds: float32 parameters, optimizer state, and the number of steps taken."""
+    """Everything a checkpoint holds: float32 parameters, optimizer state, steps taken, and the parameters' average."""
 
     params: Params
     opt_state: Any
     step: jax.Array
+    ema: Params | None = None
+
+    @property
+    def weights(self) -> Params:
+        """What is validated and exported: the average, where one is kept."""
+        return self.params if self.ema is None else self.ema
 
 
+def new_state(params: Params, setup: Setup) -> TrainState:
+    """The state before the first step."""
+    # A copy: the step donates its state, and no buffer can be given away twice.
+    ema = jax.tree.map(jnp.copy, params) if setup.ema else None
+    return TrainState(params, setup.optimizer.init(params), jnp.zeros((), jnp.int32), ema)
+
+
+@functools.cache
 def learning_rate(peak: float, total_steps: int, warmup_ratio: float) -> optax.Schedule:
     """Linear warm-up, then a cosine with the reference's hand-over factor (spec 8.2)."""
     warmup = int(warmup_ratio * total_steps)
@@ -54,11 +69,6 @@ def learning_rate(peak: float, total_steps: int, warmup_ratio: float) -> optax.S
         return peak * jnp.where(step < warmup, (step + 1) / max(warmup, 1), cosine)
 
     return schedule
-
-
-def make_optimizer(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip (spec 8.2)."""
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(schedule, weight_decay=weight_decay))
 
 
 def draft_blocks(
@@ -150,6 +160,18 @@ def _block_step_loss(
     return value, (sums, jnp.sum(keep))
 
 
+def batch_loss(
+    setup: Setup, params: Params, borrowed: Borrowed, features: Features, batch: Batch, key: jax.Array, step: jax.Array
+) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
+    """The loss of a batch, the metrics' sums, and how many blocks (of Eagle3: rows) it was taken over.
+
+    `key` draws the anchors.
+    """
+    if isinstance(setup.drafter, Eagle3):
+        return _eagle3_step_loss(setup, params, borrowed, features, batch)
+    return _block_step_loss(setup, params, borrowed, features, batch, key, step)
+
+
 @functools.partial(jax.jit, static_argnames="setup", donate_argnames="state")
 def train_step(
     setup: Setup, borrowed: Borrowed, state: TrainState, features: Features, batch: Batch, seed_key: jax.Array
@@ -157,13 +179,19 @@ def train_step(
     """One update. The anchors depend on the seed and the step alone, so that a resumed run repeats an unbroken one."""
 
     def loss(params: Params) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-        """The loss, the metrics' sums, and how many blocks (of Eagle3: rows) it was taken over."""
-        if isinstance(setup.drafter, Eagle3):
-            return _eagle3_step_loss(setup, params, borrowed, features, batch)
         key = jax.random.fold_in(seed_key, state.step)
-        return _block_step_loss(setup, params, borrowed, features, batch, key, state.step)
+        return batch_loss(setup, params, borrowed, features, batch, key, state.step)
 
     (value, (sums, blocks)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
-    state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+    params = optax.apply_updates(state.params, updates)
+    state = TrainState(params, opt_state, state.step + 1, averaged(state.ema, params, setup.ema, state.step))
     return state, {"loss": value, "grad_norm": optax.global_norm(grads), "blocks": blocks, "sums": sums}
+
+
+def averaged(ema: Params | None, params: Params, decay: float, step: jax.Array) -> Params | None:
+    """The average after a step. Its decay rises to `decay`: the first steps' weights are soon forgotten."""
+    if ema is None:
+        return None
+    decay = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda mean, new: (decay * mean + (1 - decay) * new).astype(new.dtype), ema, params)
