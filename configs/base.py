@@ -72,6 +72,7 @@ def get_base() -> ConfigDict:
     c.train.l1_weight = 0.9
     c.train.confidence_weight = 1.0
     c.train.decay_gamma = 4.0  # slot k weighs exp(-k / gamma)
+    c.train.dpace = 0.0  # D-PACE's alpha (its paper: 0.5), which then weighs the cross entropy's slots; 0: off
     c.train.curriculum = 0.0  # part of the run over which CE moves from the backbone's logits to the head's (Domino)
     c.train.step_decay = 0.8  # step t of Eagle3's training-time test weighs step_decay ** t
     c.train.keep_features = (

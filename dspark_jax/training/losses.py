@@ -10,6 +10,7 @@ import optax
 from dspark_jax.models.drafter import Borrowed
 from dspark_jax.models.layers import soft_cap
 from dspark_jax.training.features import Features
+from dspark_jax.training.position_weights import decay_weights, dpace_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,8 @@ class LossWeights:
     """Weights of the terms; slot k of a block counts exp(-k / decay_gamma), or 1 where that is 0.
 
     `curriculum`: steps over which the cross entropy moves linearly from the backbone's logits to the head's; 0: the
-    head's from the first step on. Domino takes the whole run (arXiv 2605.29707).
+    head's from the first step on. Domino takes the whole run (arXiv 2605.29707). `dpace`: D-PACE's alpha, whose weights
+    then replace the decay in the cross entropy alone; 0: the decay.
     """
 
     ce: float = 0.1
@@ -25,6 +27,7 @@ class LossWeights:
     confidence: float = 1.0
     decay_gamma: float = 4.0
     curriculum: int = 0
+    dpace: float = 0.0
 
     def base_share(self, step: jax.Array | int) -> jax.Array | float:
         """The part of the cross entropy that the backbone's logits have at a step, 1 at step 0 (lambda)."""
@@ -85,20 +88,21 @@ def loss_terms(
     `draft_logits`, `target_log_prob` and `base_logits`, which only the curriculum reads, are `[..., K, Vd]`; `label`
     indexes Vd, -1 where the drafter has no such token.
     """
-    slots = eval_mask.shape[-1]
-    decay = jnp.exp(-jnp.arange(slots) / weights.decay_gamma) if weights.decay_gamma > 0 else jnp.ones(slots)
-    w = eval_mask * decay
-    known = w * (label >= 0)
+    w = eval_mask * decay_weights(eval_mask.shape[-1], weights.decay_gamma)
+    said = label >= 0
 
-    def cross_entropy(logits: jax.Array) -> jax.Array:
-        return jnp.sum(known * optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(label, 0)))
+    def cross_entropies(logits: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(label, 0))
 
+    ce = cross_entropies(draft_logits)
+    # A label that cannot be said is never drafted: its slot has no loss, and those behind it are reached less often.
+    known = said * (dpace_weights(said * jnp.exp(-ce), eval_mask > 0, weights.dpace) if weights.dpace else w)
     distance = total_variation(draft_logits, target_log_prob, reduced)
     accept = jax.lax.stop_gradient(jnp.clip(1 - distance, 0, 1))
     bce = optax.sigmoid_binary_cross_entropy(confidence_logits, accept) if weights.confidence else jnp.zeros_like(w)
     terms = LossTerms(
-        ce=cross_entropy(draft_logits),
-        base_ce=cross_entropy(base_logits) if weights.curriculum else jnp.zeros(()),
+        ce=jnp.sum(known * ce),
+        base_ce=jnp.sum(known * cross_entropies(base_logits)) if weights.curriculum else jnp.zeros(()),
         ce_weight=jnp.sum(known),
         l1=jnp.sum(w * 2 * distance),
         confidence=jnp.sum(w * bce),
