@@ -57,6 +57,8 @@ def get_base() -> ConfigDict:
     c.data.drafter = ""  # speeds the answers up: as serve.drafter; they are the target's own all the same
     c.data.servers = ()  # "http://HOST:PORT/v1", …: OpenAI-compatible servers of the target that answer instead
     c.data.answers = ""  # a file that `prepare answers` wrote; "": answers.jsonl in the workdir, made where missing
+    c.data.validation = 0.0  # part of the conversations that is held out, by a hash of their ids; the best drafter on
+    # them, by tokens per round, is then the one that is exported
 
     c.train = ConfigDict()
     c.train.steps = 1000
@@ -80,6 +82,7 @@ def get_base() -> ConfigDict:
     )
     c.train.log_every = 10
     c.train.checkpoint_every = 500
+    c.train.validate_every = 500
 
     c.serve = ConfigDict()
     c.serve.drafter = ""  # directory or hub id; "lookup": no weights; "auto": a known target's; "": plain decoding

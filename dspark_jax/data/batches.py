@@ -24,7 +24,7 @@ def draft_vocabulary(
     counts = collections.Counter(
         token
         for row in rows
-        for token, learnt in zip(row["prompt_ids"] + row["answer_ids"], _loss_mask(row), strict=True)
+        for token, learnt in zip(row["prompt_ids"] + row["answer_ids"], loss_mask(row), strict=True)
         if learnt
     )
     first = list(dict.fromkeys(always))
@@ -59,7 +59,7 @@ class Batches:
         lengths = [learnt_length(row, max_length) for row in rows]
         self.numbers = np.flatnonzero(lengths)  # of the rows that are used
         self.sequences = [
-            ((row["prompt_ids"] + row["answer_ids"])[:length], _loss_mask(row)[:length])
+            ((row["prompt_ids"] + row["answer_ids"])[:length], loss_mask(row)[:length])
             for row, length in zip(rows, lengths, strict=True)
             if length
         ]
@@ -101,7 +101,7 @@ class Batches:
         return Batch(tokens, mask, lengths, self.numbers[rows])
 
 
-def _loss_mask(row: Mapping[str, Any]) -> np.ndarray:
+def loss_mask(row: Mapping[str, Any]) -> np.ndarray:
     """0 for each token of the prompt, 1 for each of the answer; or what the row itself says (`loss_mask`)."""
     parts = [0] * len(row["prompt_ids"]) + [1] * len(row["answer_ids"])
     return np.asarray(row.get("loss_mask", parts), np.uint8)

@@ -22,7 +22,6 @@ from dspark_jax.data.target_cache import (
     check_info,
     encode,
     finished_parts,
-    is_full,
     open_array,
     open_store,
     read_index,
@@ -31,7 +30,7 @@ from dspark_jax.data.target_cache import (
 )
 from dspark_jax.decoding.requests import Request
 from dspark_jax.decoding.sink import RowFeatures, Sink
-from dspark_jax.errors import UserError
+from dspark_jax.errors import UserError, is_full
 from dspark_jax.interop.target_io import Target, log_totals
 
 LOOK_EVERY = 5.0  # seconds

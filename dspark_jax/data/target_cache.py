@@ -12,7 +12,6 @@ flipped or missing byte is an error. TensorStore writes a file whole or not at a
 
 import collections
 import dataclasses
-import errno
 import hashlib
 import json
 import math
@@ -172,11 +171,6 @@ def finished_parts(store: ts.KvStore) -> list[str]:
     """Names of the parts that are whole, in order."""
     keys = (key.decode() for key in store.list().result())
     return sorted(key.removesuffix("/done.json") for key in keys if key.endswith("/done.json"))
-
-
-def is_full(error: Exception) -> bool:
-    """Whether an error of a write says that the disk is full."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
