@@ -47,10 +47,13 @@ def get_base() -> ConfigDict:
     c.data.prompt_temperature = 0.9
     c.data.max_prompt_tokens = 96
     c.data.temperatures = (0.0, 0.5, 0.8, 1.0)  # each prompt is answered at one of these
+    c.data.top_p = 1.0  # of the answers, as top_k; 1 and 0: the whole distribution
+    c.data.top_k = 0
     c.data.max_answer_tokens = 256
     c.data.max_length = 512  # of a training sequence, prompt and answer
     c.data.max_slots = 64  # answers generated at a time, of each server where there are some
-    c.data.features = "online"  # or "cache": of the target's hidden states, written by `prepare-features`
+    c.data.features = "online"  # or "cache": the target's hidden states, as `prepare answers` (with this set, in the
+    # same pass) or `prepare-features` wrote them
     c.data.cache = ""  # its folder, gs://BUCKET/PATH or s3://BUCKET/PATH; a folder of DeepSpec's is read too
     c.data.cache_dtype = "bfloat16"  # "int8": taps in a byte each, 0.6 of the size; "float32"
     c.data.thinking = ""  # "on", "off": told to the chat template (enable_thinking); "": as the template has it
