@@ -4,6 +4,7 @@ Training with data.features=cache then reads them instead of running the target.
 same command. Several processes (`serve.processes`) share the rows; all must see the same answers and the same cache.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from dspark_jax.data.batches import PAD_TO, SORTED_BATCHES, learnt_length
-from dspark_jax.data.cache_writer import CacheWriter, size_line
+from dspark_jax.data.cache_writer import CacheWriter, size_line, tokens_digest
 from dspark_jax.data.jsonl import read_jsonl
 from dspark_jax.data.target_cache import CacheInfo, CacheRows
 from dspark_jax.data.turns import Line
@@ -61,6 +62,7 @@ def open_writer(config: ConfigDict, target: Target, process: int = 0, processes:
     """A writer to the config's cache, of the features that its drafter reads."""
     taps = new_drafter_config(config, target).tap_layers
     info = CacheInfo.of(target, taps, config.data.cache_dtype, config.data.max_length)
+    info = dataclasses.replace(info, thinking=config.data.thinking)
     return CacheWriter(cache_place(config), info, 0, process, processes)
 
 
@@ -78,12 +80,18 @@ def answers_with_features(config: ConfigDict, target: Target, path: str | Path) 
 
 
 def fill(config: ConfigDict, target: Target, lines: Sequence[Line], writer: CacheWriter) -> int:
-    """Computes the features that the cache lacks, of those rows that are this process's turn; returns how many rows
-    the answers make in all.
+    """Computes the features that the cache lacks, of those rows that are this process's turn.
+
+    Returns how many rows the answers make in all. UserError when the cache holds other answers under their ids.
     """
     rows, info = learnt_rows(lines, target.tokenizer, config.data.thinking), writer.info
     writer.expect(len(rows))
     places = {line["id"]: place for place, line in enumerate(lines)}
+    for row in rows:
+        if writer.done.get(row["id"], digest := tokens_digest(row)) != digest:
+            raise UserError(
+                f"{writer.place} holds the features of other answers (of {row['id']!r}, say): give another data.cache"
+            )
     todo = [row for row in rows if row["id"] not in writer.done]
     if todo:
         print(size_line(writer.place, info, sum(learnt_length(row, info.max_length) for row in todo)), flush=True)

@@ -62,12 +62,17 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def tokens_digest(row: Mapping[str, Any]) -> bytes:
+    """Tells a training row from others of its id: its features are those of its tokens."""
+    return hashlib.sha256(json.dumps([list(row["prompt_ids"]), list(row["answer_ids"])]).encode()).digest()[:8]
+
+
 class CacheWriter:
     """Adds sequences to the cache at `place`, a new one or one of the same `info` (UserError on any other).
 
     `sequences`: how many rows the cache is to hold in the end. `process` of `processes`: parts are named after it, and
     those that an earlier run left unfinished are removed by the process whose turn they are. Leaving the context
-    finishes the last part, unless an error ended it; Ctrl-C is none.
+    finishes the last part, unless an error ended it; Ctrl-C is none. `done`: rows of finished parts, id to digest.
     """
 
     def __init__(
@@ -91,7 +96,8 @@ class CacheWriter:
             self._remove_unfinished(parts)
         mine = [int(part.split("-")[2]) for part in parts if int(part.split("-")[1]) == process]
         self._next = max(mine, default=-1) + 1
-        self.done = {sequence.row["id"] for sequence in read_index(self._store, place, parts)}
+        found = read_index(self._store, place, parts)
+        self.done = {sequence.row["id"]: tokens_digest(sequence.row) for sequence in found}
 
     def _expected(self) -> int:
         """How many sequences cache.json announces, -1 in a new place. Raises UserError on somebody else's."""
@@ -155,7 +161,7 @@ class CacheWriter:
     def _finish(self) -> None:
         if self._part is not None:
             self._part.finish()
-            self.done |= {row["id"] for row in self._part.training_rows}
+            self.done |= {row["id"]: tokens_digest(row) for row in self._part.training_rows}
             self._part, self.finished = None, self.finished + 1
 
     @contextlib.contextmanager

@@ -39,6 +39,12 @@ def features_cache(config: ConfigDict, target: Target) -> TargetCache | Referenc
     if config.data.features != "cache":
         raise UserError(f"data.features={config.data.features!r}: it is online or cache")
     cache = open_cache(config.data.cache, target, target.tap_layers)
+    thinking = cache.info.thinking if isinstance(cache, TargetCache) else None
+    if thinking not in (None, config.data.thinking):
+        raise UserError(
+            f"{config.data.cache} was written with data.thinking={thinking!r}, here it is {config.data.thinking!r}: "
+            "give the same, or another data.cache"
+        )
     if config.drafter.kind == "eagle3" and cache.lacks_last_rows:
         raise UserError(
             f"{config.data.cache} was written while answers were generated, without the last tokens' features, which "

@@ -3,6 +3,7 @@
 import dataclasses
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -67,7 +68,8 @@ def _run_steps(
     """The loop itself: one dispatch a step, metrics read once a window, so that the device never waits."""
     steps, log = config.train.steps, MetricLog(config.workdir, int(state.step))
     key, start = jax.random.key(config.seed), time.monotonic()
-    with Progress("training", steps) as progress, _StopSignal() as stop:
+    # Closing waits for what is being saved, whatever ends the run.
+    with closing(manager), Progress("training", steps) as progress, _StopSignal() as stop:
         if validation:  # a run that was stopped owes the validation of its last step
             validation.after(int(state.step), state.weights, log, lambda: stop.asked)
         for step in range(int(state.step), steps):

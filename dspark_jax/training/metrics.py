@@ -83,7 +83,7 @@ class MetricLog:
 
 def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """The rows of a metrics file up to a step. Others are taken out of it, a line that was cut off too."""
-    rows, lines = [], list(read_lines(path)) if path.exists() else []
+    rows, lines = [], list(read_lines(path)) if path.is_file() else []
     for _, line in lines:
         try:
             row = parse_object(line)

@@ -145,7 +145,7 @@ def test_a_turn_that_the_next_repeats_is_written_with_it(target, tmp_path):
     with pytest.raises(UserError, match="holds 3 of 4"):
         TargetCache(str(tmp_path), target, TAPS)
     with CacheWriter(str(tmp_path), info, 3) as writer:
-        assert writer.done == {"t#0", "r#1", "t#1"} and {row["id"] for row in rows} == writer.done | {"s#0"}
+        assert set(writer.done) == {"t#0", "r#1", "t#1"} and {row["id"] for row in rows} == {*writer.done, "s#0"}
         writer.expect(3)
     cache = TargetCache(str(tmp_path), target, TAPS)
     assert cache.rows == [row for key in ("t#0", "r#1", "t#1") for row in rows if row["id"] == key]
@@ -230,6 +230,20 @@ def test_features_for_eagle3_are_computed_with_the_last_tokens(answered, target,
     answers_with_features(config, target, answers_path(config))
     assert {"a", "b#3", "c", "d", "e"} <= set(computed)
     assert not features_cache(config, target.with_taps(TAPS)).lacks_last_rows
+
+
+def test_a_cache_of_other_answers_or_another_way_of_thinking_is_refused(answered, target, tmp_path):
+    config = answered[0].copy_and_resolve_references()
+    lines = read_answers(answers_path(config))
+    lines[-1] = {**lines[-1], "answer_ids": [*lines[-1]["answer_ids"][:-1], 1]}
+    with pytest.raises(UserError, match=f"holds the features of other answers .of '{lines[-1]['id']}'"):
+        with open_writer(config, target) as writer:
+            fill(config, target, lines, writer)
+    config.data.thinking = "off"
+    with pytest.raises(UserError, match="another data.thinking"):
+        open_writer(config, target)
+    with pytest.raises(UserError, match="written with data.thinking='', here it is 'off'"):
+        features_cache(config, target.with_taps(TAPS))
 
 
 def test_features_without_a_place_are_refused_before_any_work(chat_model, tmp_path):
