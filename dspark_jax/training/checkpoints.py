@@ -1,6 +1,7 @@
 """Orbax checkpoints of a training run, and the check that a run is continued with the config it was started with."""
 
 import json
+import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
-from dspark_jax.errors import UserError, full_disk_named
+from dspark_jax.errors import UserError, full_disk_named, is_full
 from dspark_jax.models.layers import Params
 from dspark_jax.scheduling.json_files import write_json
 from dspark_jax.training.step import TrainState
@@ -37,10 +38,16 @@ def open_checkpoints(config: ConfigDict) -> ocp.CheckpointManager:
             raise UserError(
                 f"{folder} holds a run with another {', '.join(differs)}: set config.workdir to a new folder"
             )
+    # Orbax's threads write pages of traces about what is then said in one line.
+    logging.getLogger("absl").addFilter(_is_no_full_disk)
     with full_disk_named(stamp, "nothing was begun"):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(stamp, dict(sorted(mine.items())))
         return ocp.CheckpointManager(folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2))
+
+
+def _is_no_full_disk(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and record.exc_info[1] and is_full(record.exc_info[1]))
 
 
 def save(manager: ocp.CheckpointManager, state: TrainState, wait: bool = False) -> None:
