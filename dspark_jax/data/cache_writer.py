@@ -64,7 +64,8 @@ def _size(count: float) -> str:
 
 def tokens_digest(row: Mapping[str, Any]) -> bytes:
     """Tells a training row from others of its id: its features are those of its tokens."""
-    return hashlib.sha256(json.dumps([list(row["prompt_ids"]), list(row["answer_ids"])]).encode()).digest()[:8]
+    tokens = [row.get("prompt_ids"), row.get("answer_ids")]
+    return hashlib.sha256(json.dumps(tokens).encode()).digest()[:8]
 
 
 class CacheWriter:

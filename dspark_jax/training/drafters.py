@@ -25,6 +25,8 @@ def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig | Ea
 def loss_settings(config: ConfigDict) -> LossWeights | Eagle3Loss:
     """The loss that goes with the config's kind of drafter."""
     d, t = config.drafter, config.train
+    if not 0 <= t.ema < 1:
+        raise UserError(f"train.ema={t.ema}: it is a decay, 0 (off) to below 1")
     if not 0 <= t.dpace <= 1:
         raise UserError(f"train.dpace={t.dpace}: it is D-PACE's alpha, 0 (off) to 1")
     if d.kind == "eagle3":

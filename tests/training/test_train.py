@@ -274,6 +274,23 @@ def test_a_drafter_that_cannot_be_is_refused_before_any_work(chat_model, tmp_pat
     assert not (tmp_path / "run" / "answers.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "sgd"}, "unknown train.optimizer 'sgd'"),
+        ({"ema": 1.0}, "train.ema=1.0"),
+        ({"dpace": 1.5}, "train.dpace=1.5"),
+        ({"curriculum": 2.0}, "train.curriculum=2.0"),
+    ],
+)
+def test_training_that_cannot_be_is_refused_before_any_work(chat_model, tmp_path, change, message):
+    config = tiny_config(chat_model, tmp_path / "run", 2)
+    config.train.update(change)
+    with pytest.raises(UserError, match=message):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_drafter_configs_are_hashable(unbroken, chat_model):
     # They are static arguments of jitted functions.
     drafter = load_drafter(unbroken[1], load_target(chat_model))
