@@ -10,6 +10,7 @@ import pytest
 
 from dspark_jax.errors import UserError
 from dspark_jax.training.optimizers import MUON_RMS, make_optimizer, muon_labels
+from dspark_jax.training.step import averaged
 
 NAMES = ("adamw", "muon", "adafactor")
 
@@ -85,6 +86,18 @@ def test_float64_stays_float64(x64):
     for name in NAMES:
         updates = jax.eval_shape(functools.partial(update_of, name), params, params)
         assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("float64")}
+
+
+def test_the_average_forgets_its_beginning_and_then_has_the_decay_asked_for():
+    mean, want = {"a": jnp.zeros(2)}, np.zeros(2)
+    for step in range(40):
+        new = np.array([step, 1.0], np.float32)
+        decay = min(0.8, (1 + step) / (10 + step))
+        want = decay * want + (1 - decay) * new
+        mean = averaged(mean, {"a": new}, 0.8, jnp.int32(step))
+    assert np.asarray(mean["a"]) == pytest.approx(want, rel=1e-5)
+    assert want[1] > 0.999 and 34 < want[0] < 36  # about five steps behind
+    assert averaged(None, {"a": new}, 0.0, jnp.int32(1)) is None
 
 
 def test_an_unknown_optimizer_is_named():
