@@ -25,7 +25,8 @@ from dspark_jax.models.drafter import DSpark
 from dspark_jax.training.anchors import make_blocks
 from dspark_jax.training.features import FeatureSource, target_features
 from dspark_jax.training.losses import LossWeights
-from dspark_jax.training.step import Setup, TrainState, drafter_loss, learning_rate, make_optimizer
+from dspark_jax.training.optimizers import make_optimizer
+from dspark_jax.training.step import Setup, TrainState, drafter_loss, learning_rate
 from dspark_jax.training.update import train_step
 
 TARGET = Path(__file__).parents[2] / "tests" / "data" / "golden" / "target"
@@ -68,7 +69,7 @@ def train(target, rows: np.ndarray, rounded: bool, steps: int):
         tap_layers=target.tap_layers, num_target_layers=target.config.num_layers,
         draft_vocab_size=target.config.vocab_size, markov_rank=16,
     )  # fmt: skip
-    optimizer = make_optimizer(learning_rate(2e-3, steps, 0.04), 0.0, 1.0)
+    optimizer = make_optimizer("adamw", learning_rate(2e-3, steps, 0.04), 0.0, 1.0)
     setup = Setup(DSpark(config), LossWeights(), ANCHORS, optimizer)
     params = init_drafter(config, jax.random.key(0))
     state, borrowed = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32)), borrow(target)

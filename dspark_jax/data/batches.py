@@ -24,7 +24,7 @@ def draft_vocabulary(
     counts = collections.Counter(
         token
         for row in rows
-        for token, learnt in zip(row["prompt_ids"] + row["answer_ids"], _loss_mask(row), strict=True)
+        for token, learnt in zip(row["prompt_ids"] + row["answer_ids"], loss_mask(row), strict=True)
         if learnt
     )
     first = list(dict.fromkeys(always))
@@ -40,6 +40,12 @@ def learnt_length(row: Mapping[str, Any], max_length: int) -> int:
     """How many tokens of a row, prompt and answer, are trained on; 0 if the answer's part of them is too short."""
     length = min(len(row["prompt_ids"]) + len(row["answer_ids"]), max_length)
     return length if length - len(row["prompt_ids"]) >= MIN_LEARNT else 0
+
+
+def learnt_part(row: Mapping[str, Any], max_length: int) -> tuple[list[int], np.ndarray]:
+    """The tokens of a row that are trained on, and their loss mask; nothing if its answer's part is too short."""
+    length = learnt_length(row, max_length)
+    return (row["prompt_ids"] + row["answer_ids"])[:length], loss_mask(row)[:length]
 
 
 class Document(NamedTuple):
@@ -84,13 +90,9 @@ class Batches:
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], batch_size: int, max_length: int, seed: int, pads: bool = True
     ):
-        lengths = [learnt_length(row, max_length) for row in rows]
-        self.numbers = np.flatnonzero(lengths)  # of the rows that are used
-        self.sequences = [
-            ((row["prompt_ids"] + row["answer_ids"])[:length], _loss_mask(row)[:length])
-            for row, length in zip(rows, lengths, strict=True)
-            if length
-        ]
+        parts = [learnt_part(row, max_length) for row in rows]
+        self.numbers = np.flatnonzero([len(ids) for ids, _ in parts])  # of the rows that are used
+        self.sequences = [part for part in parts if part[0]]
         self.batch_size, self.seed, self.pads = batch_size, seed, pads
         if len(self.sequences) < batch_size:
             raise UserError(
@@ -138,7 +140,7 @@ class Batches:
         return Batch(tokens, mask, lengths, np.array([sample.row for sample in chosen]))
 
 
-def _loss_mask(row: Mapping[str, Any]) -> np.ndarray:
+def loss_mask(row: Mapping[str, Any]) -> np.ndarray:
     """0 for each token of the prompt, 1 for each of the answer; or what the row itself says (`loss_mask`)."""
     parts = [0] * len(row["prompt_ids"]) + [1] * len(row["answer_ids"])
     return np.asarray(row.get("loss_mask", parts), np.uint8)

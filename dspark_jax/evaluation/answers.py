@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from dspark_jax.data.conversations import PromptRow
-from dspark_jax.data.generate import WAVE, answer_wave, seed_of
+from dspark_jax.data.generate import WAVE, WaveAnswer, answer_wave, seed_of
 from dspark_jax.data.jsonl import ResumableJsonl
 from dspark_jax.data.turns import Line, Turn, open_turns, thinking_variables, turn_ids
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.profiling import drafter_fingerprint
-from dspark_jax.decoding.requests import Completion
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
 from dspark_jax.evaluation.benchmarks import fingerprint
@@ -140,8 +139,8 @@ class _Job:
         while todo:
             wave = [todo.popleft() for _ in range(min(WAVE, len(todo)))]
             params = [self._params(turn) for turn in wave]
-            for place, prompt_ids, done in answer_wave(self.engine, wave, params, self.variables):
-                following = wave[place].after(self._keep(wave[place], params[place], len(prompt_ids), done))
+            for answer in answer_wave(self.engine, wave, params, self.variables):
+                following = wave[answer.place].after(self._keep(wave[answer.place], params[answer.place], answer))
                 if following:
                     todo.append(following)
 
@@ -155,9 +154,9 @@ class _Job:
         used = CpuUse()
         plain, _ = _timed(baseline, turns, params, self.variables)
         drafted, answers = _timed(self.engine, turns, params, self.variables)
-        for place, prompt_ids, done in answers:
-            if turns[place].id not in self.file.done:
-                self._keep(turns[place], params[place], len(prompt_ids), done)
+        for answer in answers:
+            if turns[answer.place].id not in self.file.done:
+                self._keep(turns[answer.place], params[answer.place], answer)
         row = {"id": key, "setting": self.setting.key, "prompts": len(turns), "plain": plain, "drafted": drafted}
         speeds.append(row | {"others_cpu_percent": used.others_percent()})
 
@@ -166,13 +165,14 @@ class _Job:
         given = {"temperature": self.setting.temperature, "seed": seed}
         return SamplingParams(**(self.config.sampling.to_dict() | given))
 
-    def _keep(self, turn: Turn, params: SamplingParams, prompt_tokens: int, done: Completion) -> Line:
+    def _keep(self, turn: Turn, params: SamplingParams, answer: WaveAnswer) -> Line:
+        done = answer.completion
         if done.finish_reason == "error":
             line = turn.failed(done.error)
         else:
             line = turn.line(
-                {"content": done.text}, done.finish_reason, token_ids=done.token_ids, prompt_tokens=prompt_tokens,
-                seed=params.seed, verified=done.verified, accepted=done.accepted,
+                {"content": done.text}, done.finish_reason, token_ids=done.token_ids,
+                prompt_tokens=len(answer.prompt_ids), seed=params.seed, verified=done.verified, accepted=done.accepted,
             )  # fmt: skip
             if self.has_confidence:  # what stands in for one is not measured here
                 line["confidence"] = [[round(z, 5) for z in logits] for logits in done.confidence]
@@ -183,7 +183,7 @@ class _Job:
 
 def _timed(
     engine: Engine, turns: Sequence[Turn], params: Sequence[SamplingParams], variables: Mapping[str, Any]
-) -> tuple[dict[str, float], list[tuple[int, list[int], Completion]]]:
+) -> tuple[dict[str, float], list[WaveAnswer]]:
     """Tokens per second of a batch and of a user in it, the prompts' prefill included, and its answers."""
     for _ in range(TRIES):
         engine.pages.forget()  # else the prompts would be cached the second time
@@ -192,6 +192,7 @@ def _timed(
         seconds = time.monotonic() - start
         if compiled_programs() == programs:
             break
-    report = generation_report([done for _, _, done in answers if done.finish_reason != "error"], seconds)
+    done = [answer.completion for answer in answers if answer.completion.finish_reason != "error"]
+    report = generation_report(done, seconds)
     names = ("tokens", "seconds", "tokens_per_second", "tokens_per_second_per_user")
     return {name: report[name] for name in names if name in report}, answers

@@ -25,8 +25,9 @@ from dspark_jax.training.counting import drafter_flops, target_flops
 from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import Features, FeatureSource, target_features
 from dspark_jax.training.losses import SlotWeights
+from dspark_jax.training.optimizers import make_optimizer
 from dspark_jax.training.parts import step_parts
-from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer
+from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import apply_gradients, pack_weights, part_totals, train_step
 from pallas_kernels.backends import choose
 
@@ -77,13 +78,13 @@ def _models(config: ConfigDict) -> tuple[Target, Setup, Borrowed, TrainState]:
     if config.drafter.kind == "eagle3":
         raise UserError("bench --train measures block drafters: this config's is Eagle3")
     t = config.train
-    optimizer = make_optimizer(learning_rate(t.lr, t.steps, t.warmup_ratio), t.weight_decay, t.max_grad_norm)
+    schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
+    optimizer = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm)
     kernels, _ = choose("auto", jax.tree.leaves(target.params))
-    setup = Setup(DSpark(drafter), loss_settings(config), t.num_anchors, optimizer, kernels)
+    setup = Setup(DSpark(drafter), loss_settings(config), t.num_anchors, optimizer, kernels, t.ema)
     params = init_drafter(drafter, jax.random.key(config.seed))
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     ids = np.arange(drafter.draft_vocab_size) if drafter.reduced else None
-    return target.with_taps(drafter.tap_layers), setup, borrow(target, ids), state
+    return target.with_taps(drafter.tap_layers), setup, borrow(target, ids), new_state(params, setup)
 
 
 def _rows(config: ConfigDict, borrowed: Borrowed) -> list[dict[str, Any]]:

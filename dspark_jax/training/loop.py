@@ -3,10 +3,12 @@
 import dataclasses
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -16,28 +18,34 @@ from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.progress import Progress
-from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
+from dspark_jax.training.checkpoints import finish, open_checkpoints, restore_latest, save
 from dspark_jax.training.data import features_cache, trained_on, training_rows
 from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
+from dspark_jax.training.optimizers import make_optimizer
 from dspark_jax.training.parts import Parts, step_parts
-from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer
+from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import train_step
+from dspark_jax.training.validation import Validation, split_rows
 from pallas_kernels.backends import choose
 
 
 def train(config: ConfigDict) -> Path:
     """Runs or continues the training that a config describes. Returns the directory of the drafter.
 
-    Ctrl-C (or SIGTERM) ends the run after the current step with a checkpoint; the same command goes on from there.
+    The drafter is the best on the rows that `data.validation` holds out, where it does, else the last. Ctrl-C (or
+    SIGTERM) ends the run after the current step with a checkpoint; the same command goes on from there.
     """
+    t = config.train
     target = load_target(config.target.path, dtype=config.target.dtype or None)
     drafter_config = new_drafter_config(config, target)
     target = target.with_taps(drafter_config.tap_layers)
+    schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
+    optimizer, losses = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm), loss_settings(config)
     manager = open_checkpoints(config)
     cache = features_cache(config, target)
-    rows = cache.rows if cache else training_rows(config, target)
+    rows, held_out = split_rows(cache.rows if cache else training_rows(config, target), config.data.validation)
     parts = step_parts(config, rows)
     ids = None
     if drafter_config.reduced:
@@ -45,26 +53,27 @@ def train(config: ConfigDict) -> Path:
             rows, drafter_config.draft_vocab_size, target.config.eos_token_ids, target.config.vocab_size
         )
     drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
-    schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
-    optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
     kernels, _ = choose("auto", jax.tree.leaves(drafter.borrowed))
-    setup = Setup(drafter.module, loss_settings(config), config.train.num_anchors, optimizer, kernels)
-    state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
-    state = restore_latest(manager, state)
-    source = CachedFeatures(target, cache) if cache else FeatureSource(target, config.train.keep_features)
-    state = _run_steps(config, setup, source, drafter, state, parts, manager, schedule)
+    setup = Setup(drafter.module, losses, t.num_anchors, optimizer, kernels, t.ema)
+    state = restore_latest(manager, new_state(drafter.params, setup))
+    source = CachedFeatures(target, cache) if cache else FeatureSource(target, t.keep_features)
+    validation = Validation(config, setup, drafter.borrowed, source, held_out) if config.data.validation else None
+    state = _run_steps(config, setup, source, drafter, state, parts, manager, schedule, validation)
     out = Path(config.workdir) / "drafter"
-    trained = dataclasses.replace(drafter, params=state.params, trained_on=trained_on(config, target))
+    weights = validation.best_weights(state.weights) if validation else state.weights
+    trained = dataclasses.replace(drafter, params=weights, trained_on=trained_on(config, target))
     save_drafter(out, trained, target)
     return out
 
 
-def _run_steps(config, setup, source, drafter: Drafter, state: TrainState, parts: Parts, manager, schedule):
+def _run_steps(config, setup, source, drafter: Drafter, state: TrainState, parts: Parts, manager, schedule, validation):
     """The loop itself: a few dispatches a step, metrics read once a window, so that the device never waits."""
-    steps, log = config.train.steps, MetricLog(config.workdir)
-    stop = _StopSignal()
+    steps, log = config.train.steps, MetricLog(config.workdir, int(state.step))
     start = time.monotonic()
-    with Progress("training", steps) as progress:
+    # Closing waits for what is being saved, whatever ends the run.
+    with closing(manager), Progress("training", steps) as progress, _StopSignal() as stop:
+        if validation:  # a run that was stopped owes the validation of its last step
+            validation.after(int(state.step), state.weights, log, lambda: stop.asked)
         for step in range(int(state.step), steps):
             state, metrics = train_step(setup, drafter.borrowed, state, source, parts(step))
             log.add(metrics)
@@ -73,16 +82,17 @@ def _run_steps(config, setup, source, drafter: Drafter, state: TrainState, parts
                 start = time.monotonic()
                 if not np.isfinite(row["loss"]):
                     raise UserError(f"the loss is {row['loss']} at step {step + 1}: lower train.lr and start anew")
-                progress.update(step + 1, summary(row))
+                progress.update(step + 1, summary(row) + (validation.summary if validation else ""))
+            if validation:
+                validation.after(step + 1, state.weights, log, lambda: stop.asked)
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == steps:
                 save(manager, state)
             if stop.asked:
                 save(manager, state, wait=True)
                 log.close()
                 raise KeyboardInterrupt(f"stopped after step {step + 1} of {steps}; the same command continues")
-    manager.wait_until_finished()
-    log.close()
-    stop.restore()
+        finish(manager)
+        log.close()
     return state
 
 
@@ -95,6 +105,12 @@ class _StopSignal:
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
+        self.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.restore()
 
     def restore(self) -> None:

@@ -11,6 +11,7 @@ import optax
 from dspark_jax.models.drafter import Borrowed
 from dspark_jax.models.layers import soft_cap
 from dspark_jax.training.features import Features
+from dspark_jax.training.position_weights import decay_weights, dpace_weights
 from pallas_kernels.distribution_loss import Rows, RowWeights, Targets, Vocabulary, distribution_loss
 
 MEANS = ("tokens", "reference")
@@ -26,6 +27,8 @@ class LossWeights:
     `mean`: how the micro-steps of one update are put together. "tokens": sums over all of them are divided, one mean
     over the batch's slots. "reference": the mean of each micro-step's own mean (spec 4), where a slot weighs the more
     the fewer its micro-step has. Either way sums run over all devices first.
+
+    `dpace`: D-PACE's alpha, whose weights then replace the decay in the cross entropy alone; 0: the decay.
     """
 
     ce: float = 0.1
@@ -34,6 +37,7 @@ class LossWeights:
     decay_gamma: float = 4.0
     curriculum: int = 0
     mean: str = "tokens"
+    dpace: float = 0.0
 
     def base_share(self, step: jax.Array | int) -> jax.Array | float:
         """The part of the cross entropy that the backbone's logits have at a step, 1 at step 0 (lambda)."""
@@ -42,7 +46,9 @@ class LossWeights:
 
 @flax.struct.dataclass
 class SlotWeights:
-    """What slots count, as `[..., K]` or summed. They depend on masks and labels alone: known before the loss is."""
+    """What slots count, as `[..., K]` or summed. They depend on masks and labels alone (D-PACE's: see `weigh`), so they
+    are known before the loss is.
+    """
 
     ce: jax.Array  # 0 where the drafter has no such token
     slot: jax.Array
@@ -88,9 +94,31 @@ def total_variation(draft_logits: jax.Array, target_log_prob: jax.Array, reduced
 
 def slot_weights(label: jax.Array, eval_mask: jax.Array, decay_gamma: float) -> SlotWeights:
     """Of slots `[..., K]`; `label` indexes the draft vocabulary, -1 where it lacks the token."""
-    slots = eval_mask.shape[-1]
-    decay = jnp.exp(-jnp.arange(slots) / decay_gamma) if decay_gamma > 0 else jnp.ones(slots)
+    decay = decay_weights(eval_mask.shape[-1], decay_gamma)
     return SlotWeights(eval_mask * decay * (label >= 0), eval_mask * decay)
+
+
+def weigh(
+    rows: Rows, targets: Targets, vocabulary: Vocabulary, eval_mask: jax.Array, weights: LossWeights, kernels: str
+) -> SlotWeights:
+    """What the slots of `block_loss` weigh, as `[..., K]`; with D-PACE that takes a pass over their logits."""
+    label = rows.label_M.reshape(eval_mask.shape)
+    each = slot_weights(label, eval_mask, weights.decay_gamma)
+    if not weights.dpace:
+        return each
+    nothing = jnp.zeros(len(rows.label_M))
+    rows = jax.lax.stop_gradient(_learnt(rows, eval_mask))
+    vocabulary = jax.lax.stop_gradient(vocabulary)
+    _, losses = distribution_loss(rows, targets, vocabulary, RowWeights(nothing, nothing, None), kernels)
+    # A label that cannot be said is never drafted: its slot has no loss, and those behind it are reached less often.
+    said = label >= 0
+    probability = said * jnp.exp(-losses.ce_M.reshape(eval_mask.shape))
+    return each.replace(ce=said * dpace_weights(probability, eval_mask, weights.dpace))
+
+
+def _learnt(rows: Rows, eval_mask: jax.Array) -> Rows:
+    """Rows of which only those that are to be learnt count."""
+    return rows.replace(source_M=jnp.where(eval_mask.reshape(-1), rows.source_M, -1))
 
 
 def wholes(each: Sequence[SlotWeights], mean: str) -> list[SlotWeights]:
@@ -117,14 +145,13 @@ def block_loss(
     logits' share of the cross entropy while there is a curriculum. `whole`: what all slots of the mean weigh; None: all
     are these.
     """
-    each = slot_weights(rows.label_M.reshape(eval_mask.shape), eval_mask, weights.decay_gamma)
+    each = weigh(rows, targets, vocabulary, eval_mask, weights, kernels)
     divisor = jax.tree.map(lambda a: a + 1e-6, each.sum() if whole is None else whole)
     ce = weights.ce * each.ce.reshape(-1) / divisor.ce
     row_weights = RowWeights(ce, 2 * weights.l1 * each.slot.reshape(-1) / divisor.slot, None)
     if weights.curriculum:
         row_weights = row_weights.replace(ce_M=(1 - base_share) * ce, base_ce_M=base_share * ce)
-    rows = rows.replace(source_M=jnp.where(eval_mask.reshape(-1), rows.source_M, -1))
-    loss, of_row = distribution_loss(rows, targets, vocabulary, row_weights, kernels)
+    loss, of_row = distribution_loss(_learnt(rows, eval_mask), targets, vocabulary, row_weights, kernels)
     of_slot = jax.tree.map(lambda a: a.reshape(eval_mask.shape), of_row)
     accept = jnp.where(eval_mask, jnp.clip(1 - of_slot.distance_M, 0, 1), 0)
     confidence = jnp.zeros(())

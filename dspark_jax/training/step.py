@@ -1,6 +1,7 @@
 """The drafter over the target's features, and its loss."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from dspark_jax.models.layers import KeysValues, Params
 from dspark_jax.training.anchors import Blocks
 from dspark_jax.training.eagle3 import Eagle3Loss, eagle3_loss, position_masks
 from dspark_jax.training.features import Features
-from dspark_jax.training.losses import LossTerms, LossWeights, SlotWeights, block_loss, metric_sums
+from dspark_jax.training.losses import LossTerms, LossWeights, SlotWeights, block_loss, metric_sums, weigh
 from pallas_kernels.distribution_loss import Rows, Targets, Vocabulary
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> numerator, denominator
@@ -33,17 +34,32 @@ class Setup:
     num_anchors: int
     optimizer: optax.GradientTransformation
     kernels: str = "xla"  # or "tpu"; see `backends.choose`
+    ema: float = 0.0  # decay of the averaged parameters; 0: there are none
 
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything a checkpoint holds: float32 parameters, optimizer state, and the number of steps taken."""
+    """Everything a checkpoint holds: float32 parameters, optimizer state, steps taken, and the parameters' average."""
 
     params: Params
     opt_state: Any
     step: jax.Array
+    ema: Params | None = None
+
+    @property
+    def weights(self) -> Params:
+        """What is validated and exported: the average, where one is kept."""
+        return self.params if self.ema is None else self.ema
 
 
+def new_state(params: Params, setup: Setup) -> TrainState:
+    """The state before the first step."""
+    # A copy: the step donates its state, and no buffer can be given away twice.
+    ema = jax.tree.map(jnp.copy, params) if setup.ema else None
+    return TrainState(params, setup.optimizer.init(params), jnp.zeros((), jnp.int32), ema)
+
+
+@functools.cache
 def learning_rate(peak: float, total_steps: int, warmup_ratio: float) -> optax.Schedule:
     """Linear warm-up, then a cosine with the reference's hand-over factor (spec 8.2)."""
     warmup = int(warmup_ratio * total_steps)
@@ -56,11 +72,6 @@ def learning_rate(peak: float, total_steps: int, warmup_ratio: float) -> optax.S
         return peak * jnp.where(step < warmup, (step + 1) / max(warmup, 1), cosine)
 
     return schedule
-
-
-def make_optimizer(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip (spec 8.2)."""
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(schedule, weight_decay=weight_decay))
 
 
 def draft_blocks(
@@ -133,6 +144,24 @@ def drafter_loss(
 
     `context_kv`: the features' own, as `run_context` gives them; None: they are computed here, for sequences.
     """
+    learnt = blocks.eval_BxNxK
+    *given, confidence = _judged(setup, params, borrowed, features, blocks, context_kv)
+    loss, terms, accept = block_loss(*given, confidence, learnt, setup.weights, base_share, whole, setup.kernels)
+    return loss, (terms, metric_sums(terms, accept, confidence, learnt))
+
+
+def drafter_weights(
+    setup: Setup, params: Params, borrowed: Borrowed, features: Features, blocks: Blocks, context_kv: ContextKV
+) -> SlotWeights:
+    """What the slots of `drafter_loss` weigh together, where it takes the drafter to know (D-PACE)."""
+    *given, _ = _judged(setup, params, borrowed, features, blocks, context_kv)
+    return weigh(*given, blocks.eval_BxNxK, setup.weights, setup.kernels).sum()
+
+
+def _judged(
+    setup: Setup, params: Params, borrowed: Borrowed, features: Features, blocks: Blocks, context_kv: ContextKV | None
+) -> tuple[Rows, Targets, Vocabulary, jax.Array]:
+    """The blocks' slots as rows of the loss, what they are compared with, and the confidence logits `[B, N, K]`."""
     module, c = setup.drafter, setup.drafter.config
     params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
     if context_kv is None:
@@ -150,12 +179,7 @@ def drafter_loss(
     targets = Targets(features.last_hidden_BxSxH.reshape(-1, width), features.log_total_BxS.reshape(-1))
     correction = module.apply({"params": params}, method=DSpark.correction)
     vocabulary = Vocabulary(borrowed.head_VdxH, correction, c.decoder.softcap, c.reduced)
-    learnt = blocks.eval_BxNxK
-    confidence = confidence.reshape(learnt.shape)
-    loss, terms, accept = block_loss(
-        rows, targets, vocabulary, confidence, learnt, setup.weights, base_share, whole, setup.kernels
-    )
-    return loss, (terms, metric_sums(terms, accept, confidence, learnt))
+    return rows, targets, vocabulary, confidence.reshape(blocks.eval_BxNxK.shape)
 
 
 def computed_in(dtype: jnp.dtype, params: Params, features: Features) -> tuple[Params, Features]:
@@ -169,3 +193,11 @@ def eagle3_step_loss(
     params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
     value, sums = eagle3_loss(setup.drafter, setup.weights, params, borrowed, features, batch)
     return value, (sums, jnp.sum(position_masks(batch.loss_mask_BxS, batch.length_B, 1)))
+
+
+def averaged(ema: Params | None, params: Params, decay: float, step: jax.Array) -> Params | None:
+    """The average after a step. Its decay rises to `decay`: the first steps' weights are soon forgotten."""
+    if ema is None:
+        return None
+    decay = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda mean, new: (decay * mean + (1 - decay) * new).astype(new.dtype), ema, params)

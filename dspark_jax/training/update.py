@@ -2,8 +2,9 @@
 
 Block drafters: all that a micro-batch's blocks share, the context's keys and values, is computed once; the blocks then
 run some at a time, forward and backward. So memory does not grow with their number, nothing is computed twice, and
-dummies cost at most one such part. What slots weigh is known from masks alone, and summed over all micro-batches first:
-the loss is one mean over the update's slots, however it is divided, or the mean of the micro-steps' (`wholes`).
+dummies cost at most one such part. What slots weigh is known from masks alone, or by D-PACE from a forward pass, and it
+is summed over all micro-batches first: the loss is one mean over the update's slots, however it is divided, or the mean
+of the micro-steps' (`wholes`).
 """
 
 import functools
@@ -28,12 +29,16 @@ from dspark_jax.training.step import (
     Setup,
     Sums,
     TrainState,
+    averaged,
     computed_in,
     draft_labels,
     drafter_loss,
+    drafter_weights,
     eagle3_step_loss,
     run_context,
 )
+
+Source = Callable[[Batch | MicroBatch], Features]
 
 
 @flax.struct.dataclass
@@ -47,24 +52,42 @@ class Totals:
 
 
 def train_step(
-    setup: Setup,
-    borrowed: Borrowed,
-    state: TrainState,
-    source: Callable[[Batch | MicroBatch], Features],
-    parts: Sequence[Batch | MicroBatch],
+    setup: Setup, borrowed: Borrowed, state: TrainState, source: Source, parts: Sequence[Batch | MicroBatch]
 ) -> tuple[TrainState, dict[str, Any]]:
     """One update over a step's micro-batches: packs for block drafters, batches of one shape for Eagle3.
 
     `source` gives a micro-batch's features when its turn has come. The new state, and the step's metrics.
     """
-    arrays = [part.pack if isinstance(part, MicroBatch) else part for part in parts]
-    each, totals = [None] * len(parts), None
-    if not isinstance(setup.drafter, Eagle3):
-        each = wholes([pack_weights(setup, borrowed, pack) for pack in arrays], setup.weights.mean)
-    for part, array, whole in zip(parts, arrays, each, strict=True):
-        one = part_totals(setup, borrowed, state.params, state.step, source(part), array, whole, 1 / len(parts))
+    if len(parts) == 1:  # D-PACE reads them twice
+        features = source(parts[0])
+        source = lambda _: features  # noqa: E731
+    totals, each = None, divisors(setup, borrowed, state.params, source, parts)
+    for part, whole in zip(parts, each, strict=True):
+        args = (state.params, state.step, source(part), arrays_of(part), whole, 1 / len(parts))
+        one = part_totals(setup, borrowed, *args)
         totals = one if totals is None else add_totals(totals, one)
     return apply_gradients(setup, state, totals)
+
+
+def arrays_of(part: Batch | MicroBatch) -> Batch | Pack:
+    """A micro-batch as the device has it."""
+    return part.pack if isinstance(part, MicroBatch) else part
+
+
+def divisors(
+    setup: Setup, borrowed: Borrowed, params: Params, source: Source, parts: Sequence[Batch | MicroBatch]
+) -> list[SlotWeights | None]:
+    """What the loss of each of a step's micro-batches is divided by; None for Eagle3.
+
+    D-PACE's weights are the drafter's doing: they take a forward pass over all micro-batches, and their features.
+    """
+    if isinstance(setup.drafter, Eagle3):
+        return [None] * len(parts)
+    if setup.weights.dpace:
+        each = [reached_weights(setup, borrowed, params, source(part), part.pack) for part in parts]
+    else:
+        each = [pack_weights(setup, borrowed, part.pack) for part in parts]
+    return wholes(each, setup.weights.mean)
 
 
 @functools.partial(jax.jit, static_argnames="setup")
@@ -98,6 +121,37 @@ def part_totals(
     return Totals(grads, value, sums, rows)
 
 
+@functools.partial(jax.jit, static_argnames="setup")
+def reached_weights(setup: Setup, borrowed: Borrowed, params: Params, features: Features, pack: Pack) -> SlotWeights:
+    """What the slots of all blocks of a pack weigh by D-PACE."""
+    context_kv = _context(setup, borrowed, params, features, pack)
+    weigh = lambda blocks: drafter_weights(setup, params, borrowed, features, blocks, context_kv)  # noqa: E731
+    return _over_blocks(setup, pack, weigh)
+
+
+@functools.partial(jax.jit, static_argnames="setup")
+def part_measures(
+    setup: Setup,
+    borrowed: Borrowed,
+    params: Params,
+    step: jax.Array | int,
+    features: Features,
+    batch: Pack | Batch,
+    whole: SlotWeights | None,
+) -> dict[str, Any]:
+    """The loss and the metrics' sums of a micro-batch, as `apply_gradients` has them for a step; no gradients."""
+    if isinstance(setup.drafter, Eagle3):
+        loss, (sums, blocks) = eagle3_step_loss(setup, params, borrowed, features, batch)
+        return {"loss": loss, "blocks": blocks, "sums": sums}
+    context_kv, base_share = _context(setup, borrowed, params, features, batch), setup.weights.base_share(step)
+
+    def one(blocks: Blocks) -> dict[str, Any]:
+        loss, (_, sums) = drafter_loss(setup, params, borrowed, features, blocks, base_share, whole, context_kv)
+        return {"loss": loss, "blocks": jnp.sum(blocks.keep_BxN), "sums": sums}
+
+    return _over_blocks(setup, batch, one)
+
+
 def _block_totals(
     setup: Setup,
     borrowed: Borrowed,
@@ -109,27 +163,38 @@ def _block_totals(
 ) -> Totals:
     base_share = setup.weights.base_share(step)
 
-    def context(params: Params) -> ContextKV:
-        low, states = computed_in(borrowed.embedding_VxH.dtype, params, features)
-        return run_context(setup.drafter, low, borrowed, states.taps_BxSxMH, pack.position_DxT)
-
     def loss(params: Params, context_kv: ContextKV, blocks: Blocks) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
         value, (_, sums) = drafter_loss(setup, params, borrowed, features, blocks, base_share, whole, context_kv)
         return value, (sums, jnp.sum(blocks.keep_BxN))
 
-    def some(i: jax.Array | int) -> tuple[Totals, ContextKV]:
-        anchors, keep = (jax.lax.dynamic_index_in_dim(a, i, 1, keepdims=False) for a in (anchor_DxCxN, keep_DxCxN))
-        one = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        (value, (sums, count)), (grads, d_context) = one(params, context_kv, _blocks(setup, pack, anchors, keep))
+    def one(blocks: Blocks) -> tuple[Totals, ContextKV]:
+        gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (value, (sums, count)), (grads, d_context) = gradient(params, context_kv, blocks)
         return Totals(grads, value, sums, count), d_context
 
-    anchor_DxCxN, keep_DxCxN = jnp.asarray(pack.anchor_DxCxN), jnp.asarray(pack.keep_DxCxN)
-    context_kv, pull = jax.vjp(context, params)
-    zeros = jax.tree.map(_wide_zeros, jax.eval_shape(some, 0))
-    used = jnp.max(jnp.sum(jnp.any(keep_DxCxN, axis=-1), axis=-1))
-    totals, d_context = jax.lax.fori_loop(0, used, lambda i, added: _add(added, some(i)), zeros)
+    context_kv, pull = jax.vjp(lambda params: _context(setup, borrowed, params, features, pack), params)
+    totals, d_context = _over_blocks(setup, pack, one)
     (grads,) = pull(jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, context_kv))
     return totals.replace(grads=_add(totals.grads, grads))
+
+
+def _context(setup: Setup, borrowed: Borrowed, params: Params, features: Features, pack: Pack) -> ContextKV:
+    """What all blocks of a pack share."""
+    low, states = computed_in(borrowed.embedding_VxH.dtype, params, features)
+    return run_context(setup.drafter, low, borrowed, states.taps_BxSxMH, pack.position_DxT)
+
+
+def _over_blocks(setup: Setup, pack: Pack, one: Callable[[Blocks], Any]) -> Any:
+    """The sum of what `one` gives of a pack's blocks, some of them at a time."""
+
+    def some(i: jax.Array | int) -> Any:
+        anchors, keep = (jax.lax.dynamic_index_in_dim(a, i, 1, keepdims=False) for a in (anchor_DxCxN, keep_DxCxN))
+        return one(_blocks(setup, pack, anchors, keep))
+
+    anchor_DxCxN, keep_DxCxN = jnp.asarray(pack.anchor_DxCxN), jnp.asarray(pack.keep_DxCxN)
+    zeros = jax.tree.map(_wide_zeros, jax.eval_shape(some, 0))
+    used = jnp.max(jnp.sum(jnp.any(keep_DxCxN, axis=-1), axis=-1))
+    return jax.lax.fori_loop(0, used, lambda i, added: _add(added, some(i)), zeros)
 
 
 def _blocks(setup: Setup, pack: Pack, anchor_DxN: jax.Array, keep_DxN: jax.Array) -> Blocks:
@@ -154,6 +219,7 @@ add_totals = jax.jit(_add, donate_argnums=0)
 def apply_gradients(setup: Setup, state: TrainState, totals: Totals) -> tuple[TrainState, dict[str, Any]]:
     """The optimizer's step, and the metrics of what it was taken for."""
     updates, opt_state = setup.optimizer.update(totals.grads, state.opt_state, state.params)
-    state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
+    params = optax.apply_updates(state.params, updates)
+    state = TrainState(params, opt_state, state.step + 1, averaged(state.ema, params, setup.ema, state.step))
     norm = optax.global_norm(totals.grads)
     return state, {"loss": totals.loss, "grad_norm": norm, "blocks": totals.blocks, "sums": totals.sums}

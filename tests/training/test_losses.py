@@ -13,6 +13,7 @@ from dspark_jax.training.losses import (
     total_variation,
     wholes,
 )  # fmt: skip
+from dspark_jax.training.position_weights import dpace_weights
 from dspark_jax.training.step import learning_rate
 from pallas_kernels.distribution_loss import Rows, Targets, Vocabulary
 
@@ -114,3 +115,33 @@ def test_the_schedule_is_the_references_with_its_hand_over():
     expected = [0.25, 0.5, 0.75, 1, 1.009701, 1, 0.971271, 0.924618]
     assert got[:8] == pytest.approx(expected, abs=1e-6)
     assert got[-3:] == pytest.approx([0.085083, 0.038429, 0.009701], abs=1e-6)
+
+
+def test_dpace_weighs_slots_by_what_is_reached_and_what_may_follow():
+    learnt = jnp.array([[True, True, True], [True, True, False]])
+    got = dpace_weights(jnp.array([[0.5, 0.0, 1.0], [1.0, 0.5, 0.9]]), learnt, alpha=0.5)
+    # Smoothed: .75, .5, 1 and 1, .75; products .75, .375, .375 and 1, .75; sums from each slot on.
+    assert np.asarray(got) == pytest.approx(np.array([[1.5, 0.75, 0.375], [1.75, 0.75, 0]]))
+    left = dpace_weights(jnp.zeros((2, 3)), learnt, alpha=1.0)
+    assert np.asarray(left) == pytest.approx(np.array([[3, 2, 1], [2, 1, 0]]))
+
+
+def test_dpace_replaces_the_decay_in_the_cross_entropy_alone():
+    logits = jnp.array([[[[2.0, 0.0], [0.0, 1.0], [0.5, 0.0]]]])
+    label = jnp.array([[[0, 1, -1]]])
+    target = jnp.log(jnp.full((1, 1, 3, 2), 0.5))
+    plain = terms_of(logits, label, target=target)
+    terms = terms_of(logits, label, target=target, dpace=0.5)
+    confidence = np.array([1 / (1 + np.exp(-2.0)), 1 / (1 + np.exp(-1.0)), 0])
+    weights = np.asarray(dpace_weights(confidence, np.ones(3, bool), 0.5)) * [1, 1, 0]
+    assert float(terms.ce) == pytest.approx(float(-(weights[:2] * np.log(confidence[:2])).sum()), rel=1e-5)
+    assert float(terms.ce_weight) == pytest.approx(weights.sum(), rel=1e-5)
+    assert float(terms.l1) == float(plain.l1) and float(terms.weight) == float(plain.weight)
+
+
+def test_the_weights_of_dpace_have_no_gradient():
+    def share(logit):
+        terms = terms_of(jnp.array([[[[0.0, 0.0], [0.0, 0.0]]]]) + logit, dpace=0.5)
+        return terms.ce_weight
+
+    assert not np.asarray(jax.grad(share)(jnp.ones((1, 1, 2, 2)))).any()

@@ -1,5 +1,6 @@
 """Packs: documents stay apart, anchors are the rows' own, and a step is the same however it is divided."""
 
+import dataclasses
 import functools
 
 import jax
@@ -191,6 +192,16 @@ def test_a_step_is_the_same_however_it_is_divided(case, undivided, x64, monkeypa
         (state.params, metrics["sums"], metrics["blocks"]),
         (wanted.params, wanted_metrics["sums"], wanted_metrics["blocks"]),
     )
+
+
+def test_dpace_weighs_the_slots_of_all_packs_before_it_divides(case, undivided, x64):
+    """Its weights are the drafter's doing: they take a pass over the update before gradients are made."""
+    setup = dataclasses.replace(case[0], weights=dataclasses.replace(case[0].weights, dpace=0.5))
+    (state, metrics), (parted, again) = (update((setup, *case[1:]), *division) for division in ((1, 100), (4, 3)))
+    np.testing.assert_allclose(again["loss"], metrics["loss"], rtol=1e-10)
+    same(again["sums"], metrics["sums"])
+    same(parted.params, state.params)
+    assert abs(metrics["loss"] - undivided[1]["loss"]) > 1e-3
 
 
 def test_the_order_of_the_samples_changes_nothing(case, undivided, x64):
