@@ -75,7 +75,7 @@ def test_values_and_gradients_are_the_dense_ones_in_any_order(name, blocks, seed
 def test_odd_shapes(x64, slots, queries, group, blocks):
     """Fewer queries than keys (Eagle3), a block larger than a tile, many blocks of one slot."""
     rng = np.random.default_rng(3)
-    start, anchor = np.sort(rng.integers(0, LENGTH + 1, (2, PACKS, blocks)), axis=0)
+    start, anchor = np.sort(rng.integers(0, LENGTH + 1, (2, PACKS, blocks), np.int32), axis=0)
     arrays, keep = random_arrays(1, slots, queries, group, blocks=blocks), rng.random(anchor.shape) < 0.8
     outs = [
         jax.jit(functools.partial(with_gradients, backend=backend, causal=True))(arrays, anchor, keep, start)
