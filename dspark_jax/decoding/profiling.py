@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dspark_jax.decoding.engine import Engine
 
 REPEATS = 5
+FEWEST, ENOUGH = 3, 2.0  # repeats that a size gets at least, and the seconds after which that will do
 LEAST_CONTEXT = 64  # tokens
 
 
@@ -100,10 +101,12 @@ class _Timer:
         return [max(t - plain, 1e-9) for t in self.drafted(active, active, context)]
 
     def _seconds(self, active: int, context: int, drafts: int, cost: RoundCost | None) -> list[float]:
-        """Seconds per round of `repeats` dispatches, after one that compiles."""
+        """Seconds per round of `repeats` dispatches, or of fewer long ones, after one that compiles."""
         engine, seconds = self.engine, []
         template = self._slots(context)
-        for _ in range(self.repeats + 1):
+        while len(seconds) <= self.repeats:
+            if len(seconds) > FEWEST and sum(seconds[1:]) * engine.rounds > ENOUGH:
+                break
             slots = jax.block_until_ready(jax.tree.map(jnp.copy, template))
             start = time.perf_counter()
             with on(engine.target.mesh):

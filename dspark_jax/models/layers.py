@@ -186,23 +186,25 @@ def scan_layers(
     """
     period = config.layer_kinds[: config.period]
     steps, counts = config.num_layers // config.period, [period.count(j) for j in range(len(stacks))]
-    grouped = tuple(
-        jax.tree.map(lambda a, n=n: a.reshape(steps, n, *a.shape[1:]), stack)
-        for stack, n in zip(stacks, counts, strict=True)
-    )
+
+    # Never an axis of length 1: XLA:CPU finds another layout for it and copies all the weights to get there.
+    def group(a: jax.Array, n: int) -> jax.Array:
+        return a if n == 1 else a.reshape(steps, n, *a.shape[1:])
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
         t, params = xs
         outs: list[list[Any]] = [[] for _ in stacks]
         for i, kind in enumerate(period):
-            j = len(outs[kind])
-            layer = Layer(kind, t * counts[kind] + j, t * len(period) + i)
-            carry, out = body(carry, layer, jax.tree.map(lambda a, j=j: a[j], params[kind]))
+            j, n = len(outs[kind]), counts[kind]
+            layer = Layer(kind, t * n + j, t * len(period) + i)
+            carry, out = body(carry, layer, jax.tree.map(lambda a, j=j, n=n: a if n == 1 else a[j], params[kind]))
             outs[kind].append(out)
-        return carry, tuple(jax.tree.map(lambda *parts: jnp.stack(parts), *out) for out in outs)
+        return carry, tuple(out[0] if len(out) == 1 else jax.tree.map(lambda *a: jnp.stack(a), *out) for out in outs)
 
+    grouped = tuple(jax.tree.map(lambda a, n=n: group(a, n), stack) for stack, n in zip(stacks, counts, strict=True))
     carry, outs = jax.lax.scan(step, carry, (jnp.arange(steps), grouped))
-    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outs)
+    flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+    return carry, tuple(out if n == 1 else jax.tree.map(flat, out) for out, n in zip(outs, counts, strict=True))
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:

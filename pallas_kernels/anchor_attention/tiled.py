@@ -63,7 +63,7 @@ def anchor_attention(
     q = tiles(q_BxNxKxHxD).reshape(batch * count, size, slots, kv, heads // kv, dim)
     stack = Tile(
         jnp.transpose(q, (0, 3, 4, 1, 2, 5)), tiles(k_block_BxNxKxKVxD), tiles(v_block_BxNxKxKVxD), tiles(anchor_BxN),
-        tiles(keep_BxN), tiles(start_BxN), jnp.repeat(jnp.arange(batch), count),
+        tiles(keep_BxN), tiles(start_BxN), jnp.repeat(jnp.arange(batch, dtype=jnp.int32), count),
     )  # fmt: skip
     context = tuple(jnp.swapaxes(a, 1, 2) for a in (k_context_BxSxKVxD, v_context_BxSxKVxD))  # [B, V, S, D]
     out = jnp.transpose(_attend(options, stack, *context), (0, 3, 4, 1, 2, 5))
@@ -88,7 +88,8 @@ def _walk(options: Options, tile: Tile, length: int) -> tuple[jax.Array, jax.Arr
     """The first context row that any kept block sees, and how many context tiles there are from it on."""
     low = jnp.min(jnp.where(tile.keep_G[:, None], _first_visible(options, tile), length))
     high = jnp.max(jnp.where(tile.keep_G, tile.anchor_G, 0))
-    return low, jnp.maximum(-(-(high - low) // min(CONTEXT, length)), 0)
+    trips = jnp.maximum(-(-(high - low) // min(CONTEXT, length)), 0)
+    return low.astype(jnp.int32), trips.astype(jnp.int32)  # whatever integers the caller has: slices want one kind
 
 
 def _context_scores(
@@ -122,7 +123,8 @@ def _block_scores(options: Options, tile: Tile) -> jax.Array:
 
 def _context_rows(array_BxVxSxD: jax.Array, pack: jax.Array, at: jax.Array) -> jax.Array:
     _, kv, length, dim = array_BxVxSxD.shape
-    return jax.lax.dynamic_slice(array_BxVxSxD, (pack, 0, at, 0), (1, kv, min(CONTEXT, length), dim))[0]
+    zero = jnp.zeros_like(at)
+    return jax.lax.dynamic_slice(array_BxVxSxD, (pack, zero, at, zero), (1, kv, min(CONTEXT, length), dim))[0]
 
 
 def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -208,7 +210,8 @@ def _backward(options: Options, saved: tuple[Any, ...], grad: jax.Array) -> tupl
 
 def _add_rows(array_BxVxSxD: jax.Array, pack: jax.Array, at: jax.Array, rows_VxCxD: jax.Array) -> jax.Array:
     rows = _context_rows(array_BxVxSxD, pack, at) + rows_VxCxD
-    return jax.lax.dynamic_update_slice(array_BxVxSxD, rows[None], (pack, 0, at, 0))
+    zero = jnp.zeros_like(at)
+    return jax.lax.dynamic_update_slice(array_BxVxSxD, rows[None], (pack, zero, at, zero))
 
 
 _attend.defvjp(_forward, _backward)

@@ -100,3 +100,12 @@ def test_no_temporary_is_larger_than_a_layers_cache(chip, tiny_target, tiny_draf
     print(f"{chip}: {memory.temp_size_in_bytes / a_layer:.2f} layers' caches of temporaries in all")
     assert memory.temp_size_in_bytes < 2 * a_layer
     assert memory.alias_size_in_bytes >= sum(pool.nbytes for pool in pools)  # updated where they lie
+
+
+def test_no_weights_are_copied(tiny_target, tiny_drafter):
+    """With layers that outweigh all else. An axis of length 1 around their scan had them all copied (on the CPU)."""
+    target = tiny_target("float32", layers=8, hidden=128, vocab=64)
+    engine = Engine(target, tiny_drafter(target, "random", block=2), strategy="fixed:2", max_slots=1, cache_tokens=64)
+    memory = lowered(engine).compile().memory_analysis()
+    layers = sum(a.nbytes for a in jax.tree.leaves(target.params) if a.ndim == 3)
+    assert memory.temp_size_in_bytes < layers / 2

@@ -71,11 +71,11 @@ def test_values_and_gradients_are_the_dense_ones_in_any_order(name, blocks, seed
     assert not np.any(got[0][~keep]) and all(not np.any(got[i][~keep]) for i in (1, 4, 5))
 
 
-@pytest.mark.parametrize(("slots", "queries", "group", "blocks"), [(3, 1, 1, 4), (9, 9, 3, 1), (1, 1, 2, 17)])
+@pytest.mark.parametrize(("slots", "queries", "group", "blocks"), [(3, 1, 1, 4), (9, 9, 3, 1)])
 def test_odd_shapes(x64, slots, queries, group, blocks):
-    """Fewer queries than keys (Eagle3), a block larger than a tile, many blocks of one slot."""
+    """Fewer queries than keys (Eagle3), and a block larger than a tile."""
     rng = np.random.default_rng(3)
-    start, anchor = np.sort(rng.integers(0, LENGTH + 1, (2, PACKS, blocks)), axis=0)
+    start, anchor = np.sort(rng.integers(0, LENGTH + 1, (2, PACKS, blocks), np.int32), axis=0)
     arrays, keep = random_arrays(1, slots, queries, group, blocks=blocks), rng.random(anchor.shape) < 0.8
     outs = [
         jax.jit(functools.partial(with_gradients, backend=backend, causal=True))(arrays, anchor, keep, start)

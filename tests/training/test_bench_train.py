@@ -36,6 +36,7 @@ def run(folder, target, kind="block"):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_the_report_adds_up_and_memory_stands_still(golden_target, tmp_path, capsys):
     report = run(tmp_path, golden_target)
     assert (report["blocks"], report["packs"], report["tokens"]) == (16, 2, 16 + 32 + 48 + 64)
