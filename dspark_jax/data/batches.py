@@ -69,7 +69,7 @@ class Batch:
     @property
     def documents(self) -> list[Document]:
         parts = zip(self.row_B, self.length_B, strict=True)
-        return [Document(int(row), b, 0, int(length)) for b, (row, length) in enumerate(parts)]
+        return [Document(int(row), b, 0, int(length)) for b, (row, length) in enumerate(parts) if length]
 
 
 class Sample(NamedTuple):

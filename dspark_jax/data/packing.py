@@ -2,13 +2,14 @@
 
 A step's sequences are dealt to a fixed number of packs of one length, so that a step is a few programs of few shapes
 however long its sequences are. A pack is what one device computes at a time; sums over packs make the step, and so it
-does not matter how many devices share them.
+does not matter how many devices share them, nor that some have an empty one.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import flax.struct
+import jax
 import numpy as np
 
 from dspark_jax.data.batches import Document, Sample
@@ -56,14 +57,26 @@ def draw_anchors(seed: int, sample: Sample, count: int) -> np.ndarray:
 
 
 def micro_batches(
-    samples: Sequence[Sample], num_packs: int, num_anchors: int, blocks_at_once: int, seed: int
+    samples: Sequence[Sample], count: int, num_anchors: int, blocks_at_once: int, seed: int, devices: int = 1
 ) -> list[MicroBatch]:
-    """A step's samples in `num_packs` micro-batches of one pack each, all of the same shape."""
-    dealt = _deal(samples, num_packs)
-    length = bucket(max(sum(_aligned(sample) for sample in part) for part in dealt))
-    slots = max(len(part) for part in dealt) * num_anchors  # the most there can be: one shape for the whole run
+    """A step's samples in `count` micro-batches of a pack for each device, all of the same shape.
+
+    Which samples a micro-batch has does not depend on the devices. With fewer samples than those, some packs are empty.
+    """
+    dealt = [_deal(part, devices) for part in _deal(samples, count)]
+    packs = [pack for part in dealt for pack in part]
+    length = bucket(max(sum(_aligned(sample) for sample in pack) for pack in packs))
+    slots = max(len(pack) for pack in packs) * num_anchors  # the most there can be: one shape for the whole run
     at_once = min(slots, blocks_at_once)
-    return [_micro_batch(part, length, -(-slots // at_once), at_once, num_anchors, seed) for part in dealt]
+    layout = (length, -(-slots // at_once), at_once, num_anchors, seed)
+    return [_together([_micro_batch(pack, *layout) for pack in part]) for part in dealt]
+
+
+def _together(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """Packs as one micro-batch."""
+    documents = [document._replace(pack=i) for i, part in enumerate(parts) for document in part.documents]
+    arrays = zip(*(jax.tree.leaves(part.pack) for part in parts), strict=True)
+    return MicroBatch(Pack(*map(np.concatenate, arrays)), documents)
 
 
 def _deal(samples: Sequence[Sample], num_packs: int) -> list[list[Sample]]:
@@ -88,7 +101,7 @@ def _micro_batch(
         anchors.append(start + draw_anchors(seed, sample, num_anchors))
         documents.append(Document(sample.row, 0, start, size))
         start += _aligned(sample)
-    kept = np.concatenate(anchors)
+    kept = np.concatenate(anchors) if anchors else np.zeros(0, np.int32)
     anchor, keep = np.zeros(chunks * at_once, np.int32), np.arange(chunks * at_once) < len(kept)
     anchor[: len(kept)] = kept
     arrays = (token_T, mask_T, position_T, anchor.reshape(chunks, at_once), keep.reshape(chunks, at_once))

@@ -143,7 +143,7 @@ def _memory(
         more.train.num_anchors *= times
         pack = step_parts(more, rows)(0)[0].pack
         args = (shapes(state.params), shapes(state.step), shapes(features[0]), shapes(pack))
-        compiled = part_totals.lower(setup, shapes(borrowed), *args, SlotWeights(scalar, scalar), 1.0).compile()
+        compiled = part_totals.lower(setup, shapes(borrowed), *args, SlotWeights(scalar, scalar)).compile()
         found[str(pack.keep_DxCxN.size)] = compiled.memory_analysis().temp_size_in_bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"temporary_bytes_by_block_slots": found, "resident_bytes": peak}

@@ -18,6 +18,7 @@ from dspark_jax.training.step import TrainState
 # Keys that may differ between the runs that write and continue a checkpoint.
 _FREE = {
     "train.log_every", "train.checkpoint_every", "train.validate_every", "train.micro_steps", "train.blocks_at_once",
+    "train.processes",
     "data.max_slots", "data.cache_dtype", "data.drafter", "data.servers",
 }  # fmt: skip
 
@@ -42,7 +43,8 @@ def open_checkpoints(config: ConfigDict) -> ocp.CheckpointManager:
     logging.getLogger("absl").addFilter(_is_no_full_disk)
     with full_disk_named(stamp, "nothing was begun"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(stamp, dict(sorted(mine.items())))
+        if jax.process_index() == 0:
+            write_json(stamp, dict(sorted(mine.items())))
         return ocp.CheckpointManager(folder / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
 

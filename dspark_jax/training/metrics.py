@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tensorboardX
 
@@ -31,16 +32,19 @@ def means(window: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class MetricLog:
     """Rows of metrics, in WORKDIR/metrics.jsonl and for TensorBoard: of training, a logging window at a time, and of
     validation. `step`: the one that the run goes on from; rows of later ones, which it will write again, are dropped.
+    Of several processes the first writes.
     """
 
     def __init__(self, workdir: str | Path, step: int = 0):
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
+        self._writes = jax.process_index() == 0
         with self._full_disk_named():
-            rows = _rows_up_to(self._path, step)
-            self._file = self._path.open("a", encoding="utf-8")
-            self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            rows = _rows_up_to(self._path, step, self._writes)
+            if self._writes:
+                self._file = self._path.open("a", encoding="utf-8")
+                self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self.validated = {row["step"] for row in rows if "validation" in row}
         self._window: list[dict[str, Any]] = []
 
@@ -68,6 +72,8 @@ class MetricLog:
         self.validated.add(step)
 
     def _write(self, step: int, line: dict[str, Any], board: str, row: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         with self._full_disk_named():
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
@@ -76,13 +82,15 @@ class MetricLog:
                     self._board.add_scalar(f"{board}/{name}" + ("" if k is None else f"@{k}"), one, step)
 
     def close(self) -> None:
+        if not self._writes:
+            return
         with self._full_disk_named():
             self._file.close()
             self._board.close()
 
 
-def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of a metrics file up to a step. Others are taken out of it, a line that was cut off too."""
+def _rows_up_to(path: Path, step: int, cut: bool) -> list[dict[str, Any]]:
+    """The rows of a metrics file up to a step. `cut`: others are taken out of it, a line that was torn too."""
     rows, lines = [], list(read_lines(path)) if path.is_file() else []
     for _, line in lines:
         try:
@@ -91,7 +99,7 @@ def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
             continue
         if row["step"] <= step:
             rows.append(row)
-    if len(rows) < len(lines):
+    if cut and len(rows) < len(lines):
         fresh = path.with_name(path.name + ".tmp")
         fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         os.replace(fresh, path)

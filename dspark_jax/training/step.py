@@ -188,10 +188,11 @@ def computed_in(dtype: jnp.dtype, params: Params, features: Features) -> tuple[P
 
 
 def eagle3_step_loss(
-    setup: Setup, params: Params, borrowed: Borrowed, features: Features, batch: Batch
+    setup: Setup, params: Params, borrowed: Borrowed, features: Features, batch: Batch, rows: jax.Array | int
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
+    """The loss of a batch's part of an update of `rows` sequences, the metrics' sums, and how many rows are learnt."""
     params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
-    value, sums = eagle3_loss(setup.drafter, setup.weights, params, borrowed, features, batch)
+    value, sums = eagle3_loss(setup.drafter, setup.weights, params, borrowed, features, batch, rows)
     return value, (sums, jnp.sum(position_masks(batch.loss_mask_BxS, batch.length_B, 1)))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dspark_jax.data.batches import Batch
@@ -22,8 +23,9 @@ from dspark_jax.models.drafter import Borrowed
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import Params
 from dspark_jax.training.anchors import Blocks, make_blocks
-from dspark_jax.training.features import Features
+from dspark_jax.training.features import Features, on_devices
 from dspark_jax.training.losses import SlotWeights, slot_weights, wholes
+from dspark_jax.training.sharding import stored, summed
 from dspark_jax.training.step import (
     ContextKV,
     Setup,
@@ -63,36 +65,40 @@ def train_step(
         source = lambda _: features  # noqa: E731
     totals, each = None, divisors(setup, borrowed, state.params, source, parts)
     for part, whole in zip(parts, each, strict=True):
-        args = (state.params, state.step, source(part), arrays_of(part), whole, 1 / len(parts))
-        one = part_totals(setup, borrowed, *args)
+        one = part_totals(setup, borrowed, state.params, state.step, source(part), arrays_of(part), whole)
         totals = one if totals is None else add_totals(totals, one)
     return apply_gradients(setup, state, totals)
 
 
 def arrays_of(part: Batch | MicroBatch) -> Batch | Pack:
-    """A micro-batch as the device has it."""
-    return part.pack if isinstance(part, MicroBatch) else part
+    """A micro-batch as the devices have it."""
+    mesh = jax.sharding.get_mesh()
+    return on_devices(part.pack if isinstance(part, MicroBatch) else part, None if mesh.empty else mesh)
 
 
 def divisors(
     setup: Setup, borrowed: Borrowed, params: Params, source: Source, parts: Sequence[Batch | MicroBatch]
-) -> list[SlotWeights | None]:
-    """What the loss of each of a step's micro-batches is divided by; None for Eagle3.
+) -> list[SlotWeights | int]:
+    """What the loss of each of a step's micro-batches is divided by: what slots weigh; of Eagle3, all sequences.
 
     D-PACE's weights are the drafter's doing: they take a forward pass over all micro-batches, and their features.
     """
     if isinstance(setup.drafter, Eagle3):
-        return [None] * len(parts)
+        return [sum(int(np.count_nonzero(part.length_B)) for part in parts)] * len(parts)
     if setup.weights.dpace:
-        each = [reached_weights(setup, borrowed, params, source(part), part.pack) for part in parts]
+        each = [reached_weights(setup, borrowed, params, source(part), arrays_of(part)) for part in parts]
     else:
-        each = [pack_weights(setup, borrowed, part.pack) for part in parts]
+        each = [pack_weights(setup, borrowed, arrays_of(part)) for part in parts]
     return wholes(each, setup.weights.mean)
 
 
 @functools.partial(jax.jit, static_argnames="setup")
 def pack_weights(setup: Setup, borrowed: Borrowed, pack: Pack) -> SlotWeights:
-    """What the slots of all blocks of a pack weigh."""
+    """What the slots of all blocks of the packs weigh."""
+    return summed(functools.partial(_pack_weights, setup), (borrowed,), (pack,))
+
+
+def _pack_weights(setup: Setup, borrowed: Borrowed, pack: Pack) -> SlotWeights:
     anchors, keep = (a.reshape(len(a), -1) for a in (pack.anchor_DxCxN, pack.keep_DxCxN))
     blocks = _blocks(setup, pack, anchors, keep)
     return slot_weights(draft_labels(borrowed, blocks.label_BxNxK), blocks.eval_BxNxK, setup.weights.decay_gamma).sum()
@@ -106,24 +112,28 @@ def part_totals(
     step: jax.Array,
     features: Features,
     batch: Pack | Batch,
-    whole: SlotWeights | None,
-    share: float,
+    whole: SlotWeights | int,
 ) -> Totals:
-    """A micro-batch's part of the loss and of its gradients. `share`: of Eagle3's micro-batches, which are equal."""
-    if not isinstance(setup.drafter, Eagle3):
-        return _block_totals(setup, borrowed, params, step, features, batch, whole)
+    """A micro-batch's part of the loss and of its gradients. `whole`: what all of the update is divided by."""
+    totals = _eagle3_totals if isinstance(setup.drafter, Eagle3) else _block_totals
+    return summed(functools.partial(totals, setup), (borrowed, params, step, whole), (features, batch))
 
-    def loss(params: Params) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-        value, aux = eagle3_step_loss(setup, params, borrowed, features, batch)
-        return value * share, aux
 
-    (value, (sums, rows)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    return Totals(grads, value, sums, rows)
+def _eagle3_totals(
+    setup: Setup, borrowed: Borrowed, params: Params, step: jax.Array, rows: int, features: Features, batch: Batch
+) -> Totals:
+    loss = functools.partial(eagle3_step_loss, setup)
+    (value, (sums, blocks)), grads = jax.value_and_grad(loss, has_aux=True)(params, borrowed, features, batch, rows)
+    return Totals(grads, value, sums, blocks)
 
 
 @functools.partial(jax.jit, static_argnames="setup")
 def reached_weights(setup: Setup, borrowed: Borrowed, params: Params, features: Features, pack: Pack) -> SlotWeights:
-    """What the slots of all blocks of a pack weigh by D-PACE."""
+    """What the slots of all blocks of the packs weigh by D-PACE."""
+    return summed(functools.partial(_reached_weights, setup), (borrowed, params), (features, pack))
+
+
+def _reached_weights(setup: Setup, borrowed: Borrowed, params: Params, features: Features, pack: Pack) -> SlotWeights:
     context_kv = _context(setup, borrowed, params, features, pack)
     weigh = lambda blocks: drafter_weights(setup, params, borrowed, features, blocks, context_kv)  # noqa: E731
     return _over_blocks(setup, pack, weigh)
@@ -137,11 +147,23 @@ def part_measures(
     step: jax.Array | int,
     features: Features,
     batch: Pack | Batch,
-    whole: SlotWeights | None,
+    whole: SlotWeights | int,
 ) -> dict[str, Any]:
     """The loss and the metrics' sums of a micro-batch, as `apply_gradients` has them for a step; no gradients."""
+    return summed(functools.partial(_measures, setup), (borrowed, params, step, whole), (features, batch))
+
+
+def _measures(
+    setup: Setup,
+    borrowed: Borrowed,
+    params: Params,
+    step: jax.Array | int,
+    whole: SlotWeights | int,
+    features: Features,
+    batch: Pack | Batch,
+) -> dict[str, Any]:
     if isinstance(setup.drafter, Eagle3):
-        loss, (sums, blocks) = eagle3_step_loss(setup, params, borrowed, features, batch)
+        loss, (sums, blocks) = eagle3_step_loss(setup, params, borrowed, features, batch, whole)
         return {"loss": loss, "blocks": blocks, "sums": sums}
     context_kv, base_share = _context(setup, borrowed, params, features, batch), setup.weights.base_share(step)
 
@@ -157,9 +179,9 @@ def _block_totals(
     borrowed: Borrowed,
     params: Params,
     step: jax.Array,
+    whole: SlotWeights,
     features: Features,
     pack: Pack,
-    whole: SlotWeights,
 ) -> Totals:
     base_share = setup.weights.base_share(step)
 
@@ -222,4 +244,4 @@ def apply_gradients(setup: Setup, state: TrainState, totals: Totals) -> tuple[Tr
     params = optax.apply_updates(state.params, updates)
     state = TrainState(params, opt_state, state.step + 1, averaged(state.ema, params, setup.ema, state.step))
     norm = optax.global_norm(totals.grads)
-    return state, {"loss": totals.loss, "grad_norm": norm, "blocks": totals.blocks, "sums": totals.sums}
+    return stored(state), {"loss": totals.loss, "grad_norm": norm, "blocks": totals.blocks, "sums": totals.sums}

@@ -18,6 +18,7 @@ from dspark_jax.models.layers import Params
 from dspark_jax.training.checkpoints import BestWeights
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, means
+from dspark_jax.training.parts import filled_up
 from dspark_jax.training.step import Setup
 from dspark_jax.training.update import arrays_of, divisors, part_measures
 
@@ -63,13 +64,13 @@ def fixed_batches(rows: Rows, batch_size: int, max_length: int) -> list[Batch]:
     return batches
 
 
-def fixed_packs(config: ConfigDict, rows: Rows) -> list[MicroBatch]:
+def fixed_packs(config: ConfigDict, rows: Rows, devices: int) -> list[MicroBatch]:
     """Every row that can be learnt once, in packs of one shape, with the same anchors always."""
     t, max_length = config.train, config.data.max_length
     samples = [Sample(n, NO_EPOCH, *learnt_part(row, max_length)) for n, row in enumerate(rows)]
     samples = [sample for sample in samples if sample.token_ids]
     count = -(-len(samples) // (t.batch_size // t.micro_steps))
-    return micro_batches(samples, count, t.num_anchors, t.blocks_at_once, config.seed) if samples else []
+    return micro_batches(samples, count, t.num_anchors, t.blocks_at_once, config.seed, devices) if samples else []
 
 
 class Validation:
@@ -84,10 +85,12 @@ class Validation:
         self._every, self._steps = config.train.validate_every, config.train.steps
         self._setup, self._borrowed, self._source = setup, borrowed, source
         self._best, self.summary = BestWeights(config.workdir), ""
+        devices = source.target.mesh.size if source.target.mesh else 1
         if isinstance(setup.drafter, Eagle3):
-            self._batches = fixed_batches(rows, config.train.batch_size, config.data.max_length)
+            batches = fixed_batches(rows, config.train.batch_size, config.data.max_length)
+            self._batches = [filled_up(batch, devices) for batch in batches]
         else:
-            self._batches = fixed_packs(config, rows)
+            self._batches = fixed_packs(config, rows, devices)
         if not self._batches:
             raise UserError(
                 f"data.validation={config.data.validation} holds out none of {len(rows)} rows: raise it, or set it 0"
@@ -111,7 +114,8 @@ class Validation:
         best = self._best
         if not best.step:
             return last
-        print(f"best on validation: step {best.step}, {best.tau:.3f} tokens per round", file=sys.stderr, flush=True)
+        if jax.process_index() == 0:
+            print(f"best on validation: step {best.step}, {best.tau:.3f} tokens per round", file=sys.stderr, flush=True)
         return best.restore(last)
 
     def measure(self, weights: Params, stopped: Callable[[], bool]) -> dict[str, Any] | None:

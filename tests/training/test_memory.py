@@ -38,7 +38,7 @@ def compiled():
     def program(num_anchors: int, blocks_at_once: int = 1 << 20) -> jax.stages.Compiled:
         setup = Setup(drafter_module(CONFIG), LossWeights(), num_anchors, None)
         (part,) = micro_batches(samples, 1, num_anchors, blocks_at_once, seed=0)
-        return part_totals.lower(setup, Borrowed(*tables), params, step, features, part.pack, whole, 1.0).compile()
+        return part_totals.lower(setup, Borrowed(*tables), params, step, features, part.pack, whole).compile()
 
     return program
 
