@@ -1,13 +1,12 @@
 """Training on meshes of eight virtual devices; `test_mesh.py` runs this file in a process that has them."""
 
+import math
 import os
 import signal
 
 import jax
 import pytest
 
-from dspark_jax.interop.target_io import load_target
-from dspark_jax.parallel import make_mesh
 from dspark_jax.training import loop
 from dspark_jax.training.sharding import SMALL
 from tests.training.mesh_runs import answered_config, rows_of
@@ -59,9 +58,38 @@ def moved(config, folder):
     return config
 
 
-@pytest.mark.parametrize("mesh", ["8x1", "2x4"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mesh", ["2x4", *(pytest.param(mesh, marks=SLOW) for mesh in ("1x1", "2x1", "8x1"))])
 def test_a_mesh_has_the_losses_of_one_device_and_stores_its_part_of_the_state(alone, tmp_path, monkeypatch, mesh):
     rows, state = train(moved(alone[0], tmp_path), mesh, monkeypatch)
     same(rows, alone[1])
+    devices = math.prod(map(int, mesh.split("x")))
     large = [a for a in jax.tree.leaves((state.params, state.opt_state)) if a.size >= SMALL]
-    assert len(large) > 10 and all(a.addressable_shards[0].data.size * 8 == a.size for a in large)
+    assert len(large) > 10 and all(a.addressable_shards[0].data.size * devices == a.size for a in large)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafter.kind": "eagle3", "drafter.ttt_length": 2, "data.validation": 0.3},
+        {"train.dpace": 0.5, "train.optimizer": "muon", "train.ema": 0.9, "data.validation": 0.3},
+        {"train.micro_steps": 3, "train.loss_mean": "reference", "train.keep_features": True},
+    ],
+)
+def test_other_runs_have_the_losses_of_one_device_too(alone, tmp_path, monkeypatch, changes):
+    config = alone[0].copy_and_resolve_references()
+    config.update_from_flattened_dict(changes)
+    config.train.validate_every = 2
+    (tmp_path / "mesh").mkdir()
+    rows, _ = train(moved(config, tmp_path), "", monkeypatch)
+    same(train(moved(config, tmp_path / "mesh"), "4x2", monkeypatch)[0], rows)
+
+
+@SLOW
+def test_a_run_that_was_stopped_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
+    config = moved(alone[0], tmp_path)
+    train(config, "8x1", monkeypatch, stop_after=2)
+    same(train(config, "1x4", monkeypatch)[0], alone[1])
