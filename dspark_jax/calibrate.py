@@ -5,7 +5,6 @@ trained on. Writes beside the drafter temperatures.json, which the engine then u
 before and after, and the rounds as a trace for `bench --simulate`.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,11 @@ from dspark_jax.decoding.profiling import drafter_fingerprint
 from dspark_jax.decoding.requests import Completion
 from dspark_jax.door import parse_config
 from dspark_jax.errors import UserError
+from dspark_jax.evaluation.metrics import record_rounds
 from dspark_jax.evaluation.plots import reliability_diagrams
 from dspark_jax.progress import Progress
 from dspark_jax.scheduling.calibration import (
     Reliability,
-    Rounds,
     fit_temperatures,
     key,
     load_temperatures,
@@ -86,18 +85,6 @@ def answers(config: ConfigDict, engine: Engine, prompts: str, temperature: float
     if failed:
         raise UserError(f"a prompt cannot be answered: {failed}")
     return done
-
-
-def record_rounds(completions: Sequence[Completion]) -> Rounds:
-    """Confidences and fates of all rounds. One that a stop or the limit cut off says nothing of its later drafts."""
-    logits, verified, accepted = [], [], []
-    for c in completions:
-        cut = len(c.token_ids) < sum(c.accepted) + len(c.accepted)
-        judged = [*c.verified[:-1], c.accepted[-1] if cut else c.verified[-1]] if c.verified else []
-        logits += c.confidence
-        verified += judged
-        accepted += c.accepted
-    return Rounds(np.asarray(logits, np.float64), np.asarray(verified), np.asarray(accepted))
 
 
 def print_calibration(

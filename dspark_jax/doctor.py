@@ -108,7 +108,7 @@ def devices() -> Iterator[Check]:
         size = f", {memory / 2**30:.1f} GiB each" if memory else ""
         what = f"{cpu}, {os.cpu_count()} cores" if name == "cpu" else kind
         yield Check("devices", name, "ok", f"{count} × {what}{size}")
-    yield Check("devices", "kernels", "ok", f"fused_verify by {kernels}: {why}")
+    yield Check("devices", "kernels", "ok", f"fused_verify, distribution_loss by {kernels}: {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------- models

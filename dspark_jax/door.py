@@ -9,7 +9,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from dspark_jax.errors import UserError
+from dspark_jax.errors import UserError, is_full
 
 
 def run_door(main: Callable[[], None]) -> None:
@@ -31,6 +31,11 @@ def run_door(main: Callable[[], None]) -> None:
         sys.exit(1)
     except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        print(f"error: {error.filename or 'a file'} cannot be written: the disk is full", file=sys.stderr)
         sys.exit(2)
 
 

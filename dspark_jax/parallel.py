@@ -1,4 +1,6 @@
-"""Several devices: the mesh, and who holds which part of weights and caches. A process uses a mesh of its own devices.
+"""Several devices: the mesh, and who holds which part of weights and caches.
+
+In serving a process has a mesh of its own devices, in training all processes have one (`training/sharding.py`).
 
 Everything is exact whatever the sizes: what does not divide is replicated. `model` splits the key-value heads, and the
 cache with them. What has more parts than that (the query heads of one key-value head, the MLP, the vocabulary) is split
@@ -28,26 +30,35 @@ ALL: Axes = ("model", "data")
 MODEL: Axes = ("model",)
 
 
-def make_mesh(data: int, model: int) -> Mesh:
-    """A mesh of this process's first data · model devices. Raises UserError where there are fewer."""
-    have, need = jax.local_device_count(), data * model
-    if min(data, model) < 1 or need > have:
+def make_mesh(data: int, model: int, together: bool = False) -> Mesh:
+    """A mesh of this process's first data · model devices; `together`: of all devices of all processes, if there are
+    several. Raises UserError where there are fewer, or some of those would be left out.
+    """
+    together = together and jax.process_count() > 1
+    devices, need = jax.devices() if together else jax.local_devices(), data * model
+    have = len(devices)
+    if min(data, model) < 1 or need > have or (together and need < have):
+        who, rule = ("these processes have", "exactly") if together else ("this process has", "at most")
         raise UserError(
-            f"a mesh of {data}x{model} needs {need} devices, this process has {have}: "
-            "choose DATAxMODEL with a product of at most that"
+            f"a mesh of {data}x{model} needs {need} devices, {who} {have}: "
+            f"choose DATAxMODEL with a product of {rule} that"
         )
-    devices = jax.local_devices()[:need]
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    axis_types = (AxisType.Auto,) * 2
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=axis_types, devices=devices[:need])
 
 
-def parse_mesh(text: str) -> Mesh | None:
-    """The mesh of a config line, "DATAxMODEL" as "1x8"; None for "". Raises UserError on anything else."""
+def parse_mesh(text: str, together: bool = False) -> Mesh | None:
+    """The mesh of a config line, "DATAxMODEL" as "1x8"; None for "". `together`: as in `make_mesh`, where "" of several
+    processes is all devices along `data`. Raises UserError on anything else.
+    """
+    if together and jax.process_count() > 1:
+        text = text or f"{jax.device_count()}x1"
     if not text:
         return None
     sizes = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
     if not sizes:
         raise UserError(f"mesh {text!r}: write it DATAxMODEL, as 1x8 for eight devices that share a model's heads")
-    return make_mesh(int(sizes[1]), int(sizes[2]))
+    return make_mesh(int(sizes[1]), int(sizes[2]), together)
 
 
 def start_processes(text: str) -> tuple[int, int]:
@@ -92,7 +103,11 @@ def on(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def divided(size: int, mesh: Mesh | AbstractMesh, axes: Axes = ALL) -> Axes:
-    """As many of `axes`, from the first on, as divide `size`; None: none, it is replicated."""
+    """As many of `axes`, from the first on, as divide `size`; None: none, it is replicated.
+
+    Inside `shard_map` an axis that it has divided already is none.
+    """
+    axes = tuple(axis for axis in axes or () if axis in _automatic(mesh))
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes or None
@@ -106,7 +121,12 @@ def split(mesh: Mesh | AbstractMesh, shape: Sequence[int], axes: Sequence[Axes])
 def constrain(x: jax.Array, *axes: Axes) -> jax.Array:
     """`x`, split over `axes` (one entry for each dimension) as far as they divide it; as it is without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else jax.lax.with_sharding_constraint(x, split(mesh, x.shape, axes))
+    return jax.lax.with_sharding_constraint(x, split(mesh, x.shape, axes)) if _automatic(mesh) else x
+
+
+def _automatic(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes over which the compiler divides."""
+    return tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
 
 
 def replicated(x: jax.Array) -> jax.Array:
@@ -159,13 +179,30 @@ def weight_spec(path: Sequence[Any], shape: Sequence[int], heads: Sequence[tuple
     return split(mesh, shape, (None, rows[module], None)) if module in rows and not is_bias else P()
 
 
-def placement(heads: Sequence[tuple[int, int]], mesh: Mesh | None) -> Place:
-    """How a model's parameters get onto the mesh, one by one; without a mesh, onto the default device."""
+def placement(heads: Sequence[tuple[int, int]], mesh: Mesh | None, copies: bool = False) -> Place:
+    """How a model's parameters get onto the mesh, one by one; without a mesh, onto the default device.
+
+    `copies`: every row of `data` has the whole model, divided over `model` alone.
+    """
     if mesh is None:
         return lambda path, array: jnp.asarray(array)
+    if copies:
+        row = AbstractMesh((1, mesh.shape["model"]), mesh.axis_names, axis_types=mesh.axis_types)
+        spec = lambda path, shape: _without_data(weight_spec(tuple(path), shape, heads, row))  # noqa: E731
+        return lambda path, array: shared_out(array, mesh, spec(path, array.shape))
     return lambda path, array: jax.device_put(
         array, NamedSharding(mesh, weight_spec(tuple(path), array.shape, heads, mesh))
     )
+
+
+def _without_data(spec: P) -> P:
+    return P(*("model" if axes and "model" in axes else None for axes in spec))
+
+
+def shared_out(array: np.ndarray | jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    """An array that every process has whole, on the mesh of all: each device gets its part."""
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda part: host[part])
 
 
 def place_tree(params: Any, place: Place) -> Any:

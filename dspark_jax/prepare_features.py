@@ -4,24 +4,26 @@ Training with data.features=cache then reads them instead of running the target.
 same command. Several processes (`serve.processes`) share the rows; all must see the same answers and the same cache.
 """
 
-import sys
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import flags
+from ml_collections import ConfigDict
 
 from dspark_jax.data.batches import PAD_TO, SORTED_BATCHES, learnt_length
-from dspark_jax.data.cache_writer import CacheWriter, size_line
+from dspark_jax.data.cache_writer import CacheWriter, size_line, tokens_digest
 from dspark_jax.data.jsonl import read_jsonl
 from dspark_jax.data.target_cache import CacheInfo, CacheRows
+from dspark_jax.data.turns import Line
 from dspark_jax.door import parse_config
 from dspark_jax.errors import UserError
 from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.parallel import start_processes
 from dspark_jax.progress import Progress
-from dspark_jax.training.data import check_answers, learnt_rows
+from dspark_jax.training.data import check_answers, learnt_rows, make_answers
 from dspark_jax.training.drafters import new_drafter_config
 from dspark_jax.training.features import Features, target_features
 
@@ -35,26 +37,69 @@ def define(values: flags.FlagValues) -> None:
 
 def main(argv: list[str]) -> None:
     config, given = parse_config(argv, define)
-    if not config.data.cache:
-        raise UserError("where to? set data.cache to a folder, gs://BUCKET/PATH or s3://BUCKET/PATH")
+    place = cache_place(config)
     process, processes = start_processes(config.serve.processes)
-    path, thinking = given.answers or Path(config.workdir) / "answers.jsonl", config.data.thinking
+    path = given.answers or Path(config.workdir) / "answers.jsonl"
     lines = read_answers(path)
     target = load_target(config.target.path, dtype=config.target.dtype or None)
     if Path(f"{path}.run.json").exists():
-        check_answers(path, target, thinking)
-    rows = learnt_rows(lines, target.tokenizer, thinking)
-    target = target.with_taps(new_drafter_config(config, target).tap_layers)
-    info = CacheInfo.of(target, target.tap_layers, config.data.cache_dtype, config.data.max_length)
-    with CacheWriter(config.data.cache, info, len(rows), process, processes) as writer:
-        todo = [(number, row) for number, row in enumerate(rows) if row["id"] not in writer.done]
-        print(size_line(config.data.cache, info, sum(learnt_length(row, info.max_length) for _, row in todo)))
-        sys.stdout.flush()
-        mine = [(number, row) for number, row in todo if number % processes == process]
-        write_features(target, mine, writer, config.train.batch_size)
+        check_answers(path, target, config.data.thinking)
+    with open_writer(config, target, process, processes) as writer:
+        count = fill(config, target, lines, writer)
     if processes > 1:  # all end together: JAX ends those whose fellows have left
-        writer.wait_for_all(len(rows))
-    print(f"features written to {config.data.cache}")
+        writer.wait_for_all(count)
+    print(f"features written to {place}")
+
+
+def cache_place(config: ConfigDict) -> str:
+    """Where features go. Raises UserError when the config does not say."""
+    if not config.data.cache:
+        raise UserError("where to? set data.cache to a folder, gs://BUCKET/PATH or s3://BUCKET/PATH")
+    return config.data.cache
+
+
+def open_writer(config: ConfigDict, target: Target, process: int = 0, processes: int = 1) -> CacheWriter:
+    """A writer to the config's cache, of the features that its drafter reads."""
+    taps = new_drafter_config(config, target).tap_layers
+    info = CacheInfo.of(target, taps, config.data.cache_dtype, config.data.max_length)
+    info = dataclasses.replace(info, thinking=config.data.thinking)
+    return CacheWriter(cache_place(config), info, 0, process, processes)
+
+
+def answers_with_features(config: ConfigDict, target: Target, path: str | Path) -> list[Line]:
+    """The answers to the config's prompts and, in the same pass, their features; an interrupted run is continued.
+
+    What the pass cannot write is computed when all is answered. That is everything where servers answer, and where the
+    features are for Eagle3, which reads those of the last tokens, which are never run.
+    """
+    with open_writer(config, target) as writer:
+        lines = make_answers(config, target, path, None if config.drafter.kind == "eagle3" else writer)
+        writer.finish()  # so that it is known what is there
+        fill(config, target, read_answers(path), writer)
+    return lines
+
+
+def fill(config: ConfigDict, target: Target, lines: Sequence[Line], writer: CacheWriter) -> int:
+    """Computes the features that the cache lacks, of those rows that are this process's turn.
+
+    Returns how many rows the answers make in all. UserError when the cache holds other answers under their ids.
+    """
+    rows, info = learnt_rows(lines, target.tokenizer, config.data.thinking), writer.info
+    writer.expect(len(rows))
+    places = {line["id"]: place for place, line in enumerate(lines)}
+    for row in rows:
+        if writer.done.get(row["id"], digest := tokens_digest(row)) != digest:
+            raise UserError(
+                f"{writer.place} holds the features of other answers (of {row['id']!r}, say): give another data.cache"
+            )
+    todo = [row for row in rows if row["id"] not in writer.done]
+    if todo:
+        print(size_line(writer.place, info, sum(learnt_length(row, info.max_length) for row in todo)), flush=True)
+    # Shared out by place, not by turn: what is done already looks different to processes that start at other times.
+    numbered = [(places[row["id"]], row) for row in todo]
+    mine = [(place, row) for place, row in numbered if place % writer.processes == writer.process]
+    write_features(target.with_taps(info.tap_layers), mine, writer, config.train.batch_size)
+    return len(rows)
 
 
 def read_answers(path: str | Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.distribution_loss.report import distribution_loss_lines
 from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify
 from pallas_kernels.fused_verify.verify import from_candidates
 from pallas_kernels.ragged_attention import ragged_rows
@@ -126,7 +127,14 @@ def attention_lines(chip: str) -> Iterator[Line]:
         yield Line(op, shape, chip, temporary, moved)
 
 
-OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (fused_verify_lines, attention_lines)
+def loss_lines(chip: str) -> Iterator[Line]:
+    for name, model in MODELS.items():
+        sizes = name, model.width, model.vocab, model.softcap
+        for op, shape, temporary, moved in distribution_loss_lines(compile_tpu, chip, *sizes):
+            yield Line(op, shape, chip, temporary, moved)
+
+
+OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (fused_verify_lines, attention_lines, loss_lines)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import pytest
 from dspark_jax import calibrate, profile
 from dspark_jax.decoding.requests import Completion
 from dspark_jax.errors import UserError
+from dspark_jax.evaluation.metrics import record_rounds
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import load_target
@@ -85,7 +86,7 @@ def test_a_table_of_another_model_is_refused(folder: Path, tmp_path: Path) -> No
 def test_a_cut_round_says_nothing_of_its_later_drafts() -> None:
     # Rounds of 3 and 1 tokens; the second ended on its first draft, a stop token.
     out = Completion([1, 2, 3, 4], "", "stop", [3, 3], [3, 3], [2, 1], confidence=[[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]])
-    rounds = calibrate.record_rounds([out])
+    rounds = record_rounds([out])
     np.testing.assert_array_equal(rounds.verified_N, [3, 1])
     np.testing.assert_array_equal(rounds.accepted_N, [2, 1])
 

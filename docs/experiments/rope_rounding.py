@@ -16,18 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.data.batches import Batch
+from dspark_jax.data.batches import Sample
+from dspark_jax.data.packing import micro_batches
 from dspark_jax.interop.drafter_io import borrow, init_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.models.config import DrafterConfig, draft_decoder
 from dspark_jax.models.drafter import DSpark
 from dspark_jax.training.anchors import make_blocks
-from dspark_jax.training.features import target_features
+from dspark_jax.training.features import FeatureSource, target_features
 from dspark_jax.training.losses import LossWeights
-from dspark_jax.training.step import Setup, TrainState, drafter_loss, learning_rate, make_optimizer, train_step
+from dspark_jax.training.optimizers import make_optimizer
+from dspark_jax.training.step import Setup, TrainState, drafter_loss, learning_rate
+from dspark_jax.training.update import train_step
 
 TARGET = Path(__file__).parents[2] / "tests" / "data" / "golden" / "target"
-LENGTH, BATCH, ANCHORS, HELD_OUT = 1024, 1, 96, 12
+LENGTH, ANCHORS, HELD_OUT = 1024, 96, 12
 PLACES = {"near (anchors 32 to 159)": (32, 160), "far (anchors 832 to 959)": (832, 960)}
 
 
@@ -66,15 +69,15 @@ def train(target, rows: np.ndarray, rounded: bool, steps: int):
         tap_layers=target.tap_layers, num_target_layers=target.config.num_layers,
         draft_vocab_size=target.config.vocab_size, markov_rank=16,
     )  # fmt: skip
-    optimizer = make_optimizer(learning_rate(2e-3, steps, 0.04), 0.0, 1.0)
+    optimizer = make_optimizer("adamw", learning_rate(2e-3, steps, 0.04), 0.0, 1.0)
     setup = Setup(DSpark(config), LossWeights(), ANCHORS, optimizer)
     params = init_drafter(config, jax.random.key(0))
     state, borrowed = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32)), borrow(target)
+    source = FeatureSource(target, keep=False)
     for step in range(steps):
-        tokens = rows[np.arange(step * BATCH, (step + 1) * BATCH) % len(rows)]
-        batch = Batch(tokens, np.ones(tokens.shape, np.uint8), np.full(BATCH, LENGTH), np.arange(BATCH))
-        features = target_features(target.module, target.params, tokens)
-        state, _ = train_step(setup, borrowed, state, features, batch, jax.random.key(1))
+        epoch, row = divmod(step, len(rows))
+        sample = Sample(row, epoch, rows[row].tolist(), np.ones(LENGTH))
+        state, _ = train_step(setup, borrowed, state, source, micro_batches([sample], 1, ANCHORS, ANCHORS, seed=1))
         print(f"\rtraining {'rounded' if rounded else 'exact'}: step {step + 1} of {steps}", end="", file=sys.stderr)
     print(file=sys.stderr)
     return config, state.params

@@ -22,7 +22,6 @@ from dspark_jax.data.target_cache import (
     check_info,
     encode,
     finished_parts,
-    is_full,
     open_array,
     open_store,
     read_index,
@@ -31,7 +30,7 @@ from dspark_jax.data.target_cache import (
 )
 from dspark_jax.decoding.requests import Request
 from dspark_jax.decoding.sink import RowFeatures, Sink
-from dspark_jax.errors import UserError
+from dspark_jax.errors import UserError, is_full
 from dspark_jax.interop.target_io import Target, log_totals
 
 LOOK_EVERY = 5.0  # seconds
@@ -63,12 +62,18 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def tokens_digest(row: Mapping[str, Any]) -> bytes:
+    """Tells a training row from others of its id: its features are those of its tokens."""
+    tokens = [row.get("prompt_ids"), row.get("answer_ids")]
+    return hashlib.sha256(json.dumps(tokens).encode()).digest()[:8]
+
+
 class CacheWriter:
     """Adds sequences to the cache at `place`, a new one or one of the same `info` (UserError on any other).
 
     `sequences`: how many rows the cache is to hold in the end. `process` of `processes`: parts are named after it, and
     those that an earlier run left unfinished are removed by the process whose turn they are. Leaving the context
-    finishes the last part, unless an error ended it; Ctrl-C is none.
+    finishes the last part, unless an error ended it; Ctrl-C is none. `done`: rows of finished parts, id to digest.
     """
 
     def __init__(
@@ -80,7 +85,8 @@ class CacheWriter:
         processes: int = 1,
         part_bytes: int = PART_BYTES,
     ):
-        self.place, self.info, self._process, self._part_bytes = place, info, process, part_bytes
+        self.place, self.info, self._part_bytes = place, info, part_bytes
+        self.process, self.processes = process, processes
         self._sequences, self._store = sequences, open_store(place)
         self._part: _Part | None = None
         self.finished = 0
@@ -88,10 +94,11 @@ class CacheWriter:
             self._expected()
             parts = finished_parts(self._store)
             self.finished = len(parts)
-            self._remove_unfinished(parts, processes)
+            self._remove_unfinished(parts)
         mine = [int(part.split("-")[2]) for part in parts if int(part.split("-")[1]) == process]
         self._next = max(mine, default=-1) + 1
-        self.done = {sequence.row["id"] for sequence in read_index(self._store, place, parts)}
+        found = read_index(self._store, place, parts)
+        self.done = {sequence.row["id"]: tokens_digest(sequence.row) for sequence in found}
 
     def _expected(self) -> int:
         """How many sequences cache.json announces, -1 in a new place. Raises UserError on somebody else's."""
@@ -103,18 +110,28 @@ class CacheWriter:
             raise UserError(f"{self.place} is not empty, and no feature cache: set data.cache to a new folder")
         return expected if before else -1
 
+    def expect(self, sequences: int) -> None:
+        """Announces that the cache is to hold so many rows in the end, more or fewer than was announced before."""
+        self._sequences = sequences
+        with self._named_errors():
+            if self.process == 0 and self._expected() not in (-1, sequences):
+                self._announce()
+
+    def _announce(self) -> None:
+        text = json.dumps(dataclasses.asdict(self.info) | {"sequences": self._sequences}, indent=1) + "\n"
+        self._store.write("cache.json", text.encode()).result()
+
     def _begin(self) -> "_Part":
         """A new part. The first one makes the place a cache, so a run that is refused leaves nothing behind."""
         if self._expected() < self._sequences:
-            text = json.dumps(dataclasses.asdict(self.info) | {"sequences": self._sequences}, indent=1) + "\n"
-            self._store.write("cache.json", text.encode()).result()
+            self._announce()
         self._next += 1
-        return _Part(self._store, f"part-{self._process:05d}-{self._next - 1:05d}", self.info)
+        return _Part(self._store, f"part-{self.process:05d}-{self._next - 1:05d}", self.info)
 
-    def _remove_unfinished(self, finished: list[str], processes: int) -> None:
+    def _remove_unfinished(self, finished: list[str]) -> None:
         begun = {key.decode().split("/")[0] for key in self._store.list().result()} - {"cache.json", *finished}
         for part in begun:
-            if part.startswith("part-") and int(part.split("-")[1]) % processes == self._process:
+            if part.startswith("part-") and int(part.split("-")[1]) % self.processes == self.process:
                 self._store.delete_range(ts.KvStore.KeyRange(f"{part}/", f"{part}0")).result()
 
     def add(self, number: int, row: Mapping[str, Any], length: int, rows: CacheRows | None) -> None:
@@ -125,6 +142,11 @@ class CacheWriter:
             self._part.add(number, row, length, rows)
             if self._part.rows * self.info.bytes_per_row >= self._part_bytes:
                 self._finish()
+
+    def finish(self) -> None:
+        """Makes what was added readable; `done` has all of it then."""
+        with self._named_errors():
+            self._finish()
 
     def wait_for_all(self, sequences: int) -> None:
         """Returns when the finished parts of all processes hold that many sequences."""
@@ -140,7 +162,7 @@ class CacheWriter:
     def _finish(self) -> None:
         if self._part is not None:
             self._part.finish()
-            self.done |= {row["id"] for row in self._part.training_rows}
+            self.done |= {row["id"]: tokens_digest(row) for row in self._part.training_rows}
             self._part, self.finished = None, self.finished + 1
 
     @contextlib.contextmanager
@@ -160,8 +182,7 @@ class CacheWriter:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None or kind is KeyboardInterrupt:
-            with self._named_errors():
-                self._finish()
+            self.finish()
 
 
 class _Part:
@@ -218,19 +239,26 @@ class _Part:
 # ------------------------------------------------------------------------------------------------- from the engine
 
 
-def sink_writer(writer: CacheWriter, target: Target) -> tuple[Sink, Callable[[int, int, Mapping[str, Any]], None]]:
+Finish = Callable[[int, int, Mapping[str, Any] | None], None]
+
+
+def sink_writer(writer: CacheWriter, target: Target) -> tuple[Sink, Finish]:
     """A sink for the engine that writes answers, and `finish(request, number, row)`, to call when a request has ended.
 
-    `row` is the training row (prompt_ids, answer_ids) of that request, `number` its place among all rows. The last
-    token of an answer is never run, so its features are lacking; block drafters do not read them, Eagle3 does.
+    `row` is the training row (prompt_ids, answer_ids) of that request, `number` its place among all rows; where it is
+    None, nothing of the request is kept. The last token of an answer is never run, so its features are lacking; block
+    drafters do not read them, Eagle3 does.
     """
     waiting: dict[int, list[RowFeatures]] = {}
 
     def take(request: Request, rows: RowFeatures) -> None:
         waiting.setdefault(request.index, []).append(rows)
 
-    def finish(request: int, number: int, row: Mapping[str, Any]) -> None:
-        parts, length = waiting.pop(request, []), learnt_length(row, writer.info.max_length)
+    def finish(request: int, number: int, row: Mapping[str, Any] | None) -> None:
+        parts = waiting.pop(request, [])
+        if row is None:
+            return
+        length = learnt_length(row, writer.info.max_length)
         if not length or not parts:
             writer.add(number, row, 0, None)
             return

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dspark_jax.errors import UserError
+from dspark_jax.errors import UserError, full_disk_named
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -79,9 +80,10 @@ class ResumableJsonl:
             file.truncate(data.rfind(b"\n") + 1)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row, durable against the end of this process."""
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
+        """Writes one row, durable against the end of this process. UserError when the disk is full."""
+        with self._full_disk_named():
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.flush()
         self.done.add(row["id"])
         self.rows.append(dict(row))
 
@@ -89,4 +91,8 @@ class ResumableJsonl:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        with self._full_disk_named():  # closing writes what a full disk has refused before
+            self._file.close()
+
+    def _full_disk_named(self) -> AbstractContextManager[None]:
+        return full_disk_named(self.path, "the rows before stay, and the same command goes on from there")

@@ -96,11 +96,16 @@ def asked_turns(row: dict[str, Any]) -> Messages:
 def hub_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (number, row) of the dataset that "hf:NAME[:SPLIT]" names, streamed; SPLIT is "train" unless given."""
     name, _, split = source.removeprefix(HUB).partition(":")
+    yield from enumerate(dataset_rows(source, name, split=split or "train"), start=1)
+
+
+def dataset_rows(label: str, *names: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Rows of `datasets.load_dataset(*names, **options)`, streamed. UserError, which `label` begins, when it fails."""
     try:
         import datasets  # not one of our requirements: most prompts are files
     except ImportError:
-        raise UserError(f"{source}: reading datasets of the hub needs `pip install datasets`") from None
+        raise UserError(f"{label}: reading datasets of the hub needs `pip install datasets`") from None
     try:
-        yield from enumerate(datasets.load_dataset(name, split=split or "train", streaming=True), start=1)
+        yield from datasets.load_dataset(*names, streaming=True, **options)
     except Exception as error:  # its errors are of many kinds: the network's, the hub's, pyarrow's
-        raise UserError(f"{source}: {type(error).__name__}: {error}") from None
+        raise UserError(f"{label}: {type(error).__name__}: {error}") from None

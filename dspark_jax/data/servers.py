@@ -71,6 +71,8 @@ def ask_servers(
     max_tokens: int,
     seed: int,
     thinking: str = "",
+    top_p: float = 1.0,
+    top_k: int = 0,
     at_a_time: int = 64,
 ) -> list[Line]:
     """Like `write_answers`, asking servers for the texts, `at_a_time` turns each. Lines have no token ids.
@@ -80,13 +82,15 @@ def ask_servers(
     """
     ids, variables = turn_ids(rows), thinking_variables(thinking)
     extra = {"chat_template_kwargs": variables} if variables else {}
+    extra |= {"top_p": top_p} if top_p < 1 else {}
+    extra |= {"top_k": top_k} if top_k else {}  # not OpenAI's, but vLLM's and SGLang's
 
     def payload(turn: Turn) -> dict[str, Any]:
         own = answer_params(turn.id, temperatures, max_tokens, seed)
         sampling = {"temperature": own.temperature, "max_tokens": max_tokens, "seed": own.seed}
         return {"messages": turn.chat, **sampling, **extra}
 
-    run = answers_run(target, temperatures, max_tokens, seed, thinking, servers[0].model)
+    run = answers_run(target, temperatures, max_tokens, seed, thinking, servers[0].model, top_p, top_k)
     with ResumableJsonl(path, run) as out, Progress("answers", len(ids)) as progress:
         progress.update(len(ids & out.done))
         asked = _Asked(out, progress)

@@ -12,7 +12,6 @@ flipped or missing byte is an error. TensorStore writes a file whole or not at a
 
 import collections
 import dataclasses
-import errno
 import hashlib
 import json
 import math
@@ -54,6 +53,7 @@ class CacheInfo:
     dtype: str
     max_length: int  # longer sequences are cut to this many tokens
     format: int = FORMAT
+    thinking: str | None = None  # data.thinking of the answers; None: not known
 
     @classmethod
     def of(cls, target: Target, tap_layers: Sequence[int], dtype: str, max_length: int) -> "CacheInfo":
@@ -174,11 +174,6 @@ def finished_parts(store: ts.KvStore) -> list[str]:
     return sorted(key.removesuffix("/done.json") for key in keys if key.endswith("/done.json"))
 
 
-def is_full(error: Exception) -> bool:
-    """Whether an error of a write says that the disk is full."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-
-
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -295,8 +290,15 @@ def check_info(place: str, have: CacheInfo, want: CacheInfo) -> None:
     """Raises UserError, naming what differs, unless a cache is what is wanted."""
     for field in dataclasses.fields(CacheInfo):
         mine, theirs = getattr(want, field.name), getattr(have, field.name)
+        if field.name == "thinking" and None in (mine, theirs):
+            continue
         if mine != theirs:
-            what = {"fingerprint": "target", "template": "chat template", "tap_layers": "tap layers"}
+            what = {
+                "fingerprint": "target",
+                "template": "chat template",
+                "tap_layers": "tap layers",
+                "thinking": "data.thinking",
+            }
             raise UserError(
                 f"{place} is a cache with another {what.get(field.name, field.name)} ({theirs}, here {mine}): "
                 "give the config it was made with, or another data.cache"

@@ -4,11 +4,13 @@
     python -m dspark_jax bench --sweep --config=configs/smollm2_135m.py [--loads=1,4,16] [--json=FILE]
     python -m dspark_jax bench --simulate=docs/tables/qwen3_8b_v5e8.json [--trace=FILE] [--json=FILE]
     python -m dspark_jax bench --scheduler [--config=configs/smollm2_135m.py]
+    python -m dspark_jax bench --train --config=configs/smollm2_135m.py [--json=FILE]
 
 Alone: a decoding step of ours against one of `transformers` on the same weights, and against the memory's bandwidth;
 how much of a speculative round lies outside the target's forward; tokens per second with drafting and without.
 `--sweep`: every strategy at every load, with pictures; a sweep that was stopped goes on where it was. `--simulate`: the
-same from a cost table, with no model. `--scheduler`: what planning a round costs.
+same from a cost table, with no model. `--scheduler`: what planning a round costs. `--train`: a training step on random
+tokens, against the operations that it cannot do without, and its memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +37,12 @@ GOALS = (
 def main(argv: list[str]) -> None:
     """Measures what the flags ask for, prints it and, on request, writes JSON."""
     config, given = parse_config(argv, define, required=False)
-    if sum((given.sweep, given.scheduler, given.simulate is not None)) > 1:
-        raise UserError("--sweep, --simulate and --scheduler are measured one at a time")
+    if sum((given.sweep, given.scheduler, given.train, given.simulate is not None)) > 1:
+        raise UserError("--sweep, --simulate, --scheduler and --train are measured one at a time")
     if config is None and not (given.scheduler or given.simulate is not None):
         raise UserError("which config? give --config=configs/smollm2_135m.py")
+    if given.train:
+        return _train(config, given)
     if given.sweep:
         return _sweep(config, given)
     if given.simulate is not None:
@@ -52,6 +56,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("sweep", False, "measure every strategy at every load", flag_values=values)
     flags.DEFINE_string("simulate", None, "cost table: compute every strategy at every load", flag_values=values)
     flags.DEFINE_bool("scheduler", False, "measure what planning a round costs", flag_values=values)
+    flags.DEFINE_bool("train", False, "measure a training step", flag_values=values)
     flags.DEFINE_list("loads", [], "concurrent requests; default 1,2,4,8,16,32,64", flag_values=values)
     flags.DEFINE_list("strategies", [], "of a sweep or a simulation; default: all kinds", flag_values=values)
     flags.DEFINE_integer("turns", 5, "of every strategy at a load", lower_bound=1, flag_values=values)
@@ -68,6 +73,16 @@ def _steps(config: ConfigDict, given: flags.FlagValues) -> None:
     report = measure(config, given.repeats)
     report["goals"] = goals(report)
     print_tables(report)
+    if given.json:
+        write_json(given.json, report)
+
+
+def _train(config: ConfigDict, given: flags.FlagValues) -> None:
+    from dspark_jax.training.bench import measure, print_report
+
+    report = measure(config, given.repeats)
+    print_report(report)
+    _warn_if_busy(report)
     if given.json:
         write_json(given.json, report)
 

@@ -4,7 +4,10 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from dspark_jax.decoding.requests import Completion
+from dspark_jax.scheduling.calibration import Rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,14 @@ def _judged(completion: Completion) -> list[int]:
     if judged and len(completion.token_ids) < sum(completion.accepted) + len(judged):
         judged[-1] = completion.accepted[-1]
     return judged
+
+
+def record_rounds(completions: Sequence[Completion]) -> Rounds:
+    """Confidences and fates of all rounds. One that a stop or the limit cut off says nothing of its later drafts."""
+    logits = [row for c in completions for row in c.confidence]
+    judged = [j for c in completions for j in _judged(c)]
+    accepted = [a for c in completions for a in c.accepted]
+    return Rounds(np.asarray(logits, np.float64), np.asarray(judged), np.asarray(accepted))
 
 
 def deepspec_lengths(completion: Completion, max_new_tokens: int) -> list[int]:

@@ -15,20 +15,29 @@ from dspark_jax.scheduling.calibration import Reliability  # noqa: E402
 
 
 def reliability_diagrams(
-    path: str | Path, title: str, before: Sequence[Reliability], after: Sequence[Reliability]
+    path: str | Path, title: str, before: Sequence[Reliability], after: Sequence[Reliability] | None
 ) -> None:
-    """Predicted against seen survival of every position, with the head's own confidences and with fitted ones."""
+    """Predicted against seen survival of every position, with the head's confidences and, if given, fitted ones."""
     count = max(len(before), 1)
-    figure, axes = pyplot.subplots(1, count, figsize=(2.6 * count, 3), sharey=True, squeeze=False)
-    for k, (axis, old, new) in enumerate(zip(axes[0], before, after, strict=True)):
+    columns = min(count, 4)
+    rows = -(-count // columns)
+    size = (2.6 * columns, 2.7 * rows + 0.3)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    curves = {"head": (before, "o--")} | ({"calibrated": (after, "o-")} if after else {})
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    for k, axis in enumerate(axes.flat[: len(before)]):
         axis.plot([0, 1], [0, 1], color="0.8", linewidth=1)
-        for name, part, style in (("head", old, "o--"), ("calibrated", new, "o-")):
+        for name, (positions, style) in curves.items():
+            part = positions[k]
             predicted, seen = [b.mean_survival for b in part.bins], [b.accepted for b in part.bins]
             axis.plot(predicted, seen, style, markersize=3, linewidth=1, label=f"{name}, ECE {part.ece:.3f}")
-        axis.set(title=f"draft {k + 1}", xlabel="predicted survival", xlim=(0, 1), ylim=(0, 1))
+        axis.set_title(f"draft {k + 1}", fontsize=9)
+        axis.set(xlim=(0, 1), ylim=(0, 1))
         axis.legend(fontsize=6, loc="upper left")
-    axes[0, 0].set_ylabel("share accepted")
     figure.suptitle(title)
+    figure.supxlabel("predicted survival", fontsize=9)
+    figure.supylabel("share accepted", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

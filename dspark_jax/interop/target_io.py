@@ -29,7 +29,7 @@ from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
-from dspark_jax.parallel import Place, mesh_of, place_tree, placement
+from dspark_jax.parallel import Place, everywhere, mesh_of, place_tree, placement
 from pallas_kernels.ragged_attention import ragged_rows
 
 
@@ -86,7 +86,7 @@ class Target:
         c = self.config
         sizes = (c.family, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, c.num_heads)
         digest = hashlib.sha256(repr(sizes).encode())
-        for array in (self.params["norm"]["scale"], self.params["embedding"][:64]):
+        for array in everywhere((self.params["norm"]["scale"], self.params["embedding"][:64]), self.mesh):
             digest.update(np.asarray(array.astype(jnp.bfloat16)).tobytes())
         return digest.hexdigest()[:16]
 
@@ -127,12 +127,14 @@ def load_target(
     *,
     dtype: jnp.dtype | str | None = None,
     mesh: Mesh | None = None,
+    copies: bool = False,
     tap_layers: tuple[int, ...] = (),
 ) -> Target:
     """Loads a model. `source`: a hub id, a directory with config.json, or a .gguf file.
 
     `dtype` None: float32 on CPU, bfloat16 elsewhere. `mesh`: devices that share the weights (`parallel.make_mesh`);
-    each gets its part alone, so the model need not fit one of them. Raises UserError on what cannot be read or used.
+    each gets its part alone, so the model need not fit one of them; `copies`: every row of the mesh's `data` axis has
+    the whole model, for training. Raises UserError on what cannot be read or used.
     """
     path = locate(source)
     dtype = float_dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
@@ -146,7 +148,7 @@ def load_target(
         raise UserError(f"{path} is neither a directory nor a .gguf file")
     config = decoder_config(raw, tuple(eos))
     _check_taps(tap_layers, config.num_layers)
-    params = decoder_params(config, tensors, dtype, placement(config.heads, mesh))
+    params = decoder_params(config, tensors, dtype, placement(config.heads, mesh, copies))
     return Target(config, params, tokenizer, str(source), tuple(tap_layers))
 
 

@@ -1,6 +1,7 @@
 """What rows attend to, for every kind of attention layer: the bridge from the models to the kernels."""
 
 import jax
+import jax.numpy as jnp
 
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import Layer, LayerAttend
@@ -29,10 +30,11 @@ def attend_blocks(
     config: DecoderConfig,
     context_kv: tuple[tuple[jax.Array, jax.Array], ...],
     anchor_BxN: jax.Array,
+    start_BxN: jax.Array,
     keep_BxN: jax.Array,
     size: int,
 ) -> LayerAttend:
-    """Packed draft blocks of `size` slots over the context rows before their anchors (training).
+    """Packed draft blocks of `size` slots over the rows of their documents, from `start` to their anchors (training).
 
     `context_kv`: for each kind of attention, keys and values `[L, B·S, KV, D]` of the context.
     """
@@ -44,7 +46,29 @@ def attend_blocks(
         q_block, k_block, v_block = (a.reshape(batch, blocks, size, *a.shape[1:]) for a in (q, k, v))
         out = anchor_attention(
             q_block, k_context, v_context, k_block, v_block, anchor_BxN, keep_BxN, kind.softmax_scale,
-            causal=kind.causal, window=kind.window, from_anchor=kind.window_from_anchor,
+            start_BxN=start_BxN, causal=kind.causal, window=kind.window, from_anchor=kind.window_from_anchor,
+        )  # fmt: skip
+        return out.reshape(q.shape)
+
+    return attend
+
+
+def attend_documents(config: DecoderConfig, position_BxS: jax.Array, align: int) -> LayerAttend:
+    """Every row of B packs over the rows of its own document up to itself: the target's forward.
+
+    Documents begin at multiples of `align`: rows are then blocks of so many, each behind its document's earlier rows.
+    """
+    batch, length = position_BxS.shape
+    anchor = jnp.broadcast_to(jnp.arange(0, length, align), (batch, length // align))
+    start, keep = anchor - position_BxS[:, ::align], jnp.ones(anchor.shape, bool)
+
+    def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        kind = config.attention[layer.kind]
+        context = (a.reshape(batch, length, *a.shape[1:]) for a in (k, v))
+        q_block, k_block, v_block = (a.reshape(*anchor.shape, align, *a.shape[1:]) for a in (q, k, v))
+        out = anchor_attention(
+            q_block, *context, k_block, v_block, anchor, keep, kind.softmax_scale, start_BxN=start, causal=True,
+            window=kind.window,
         )  # fmt: skip
         return out.reshape(q.shape)
 

@@ -91,27 +91,40 @@ class DSpark(nn.Module):
         Both are functions of the tokens before draft k alone: the token drawn at k cannot leak into its confidence.
         Without a confidence head the logit is +inf: every drafted token is trusted.
         """
-        c = self.config
+        factor, confidence, state = self.factor(k, hidden_BxH, state, previous_B, borrowed)
+        return self.corrected(logits_BxVd, factor), confidence, state
+
+    def factor(
+        self, k: jax.Array | int, hidden_BxH: jax.Array, state: Any, previous_B: jax.Array, borrowed: Borrowed
+    ) -> tuple[jax.Array | None, jax.Array, Any]:
+        """As `step`, but the head's factor `[B, r]` instead of logits; None without a head."""
+        c, factor = self.config, None
         if c.markov_rank:
             factor, state = self.markov_head.factor(k, hidden_BxH, state, self._previous(previous_B, borrowed))
-            logits_BxVd = self.markov_head.correct(logits_BxVd, factor)
         if not c.confidence:
-            return logits_BxVd, jnp.full(previous_B.shape, jnp.inf, logits_BxVd.dtype), state
+            return factor, jnp.full(previous_B.shape, jnp.inf, hidden_BxH.dtype), state
         embedded = self.markov_head.embed(previous_B) if c.confidence_with_markov else None
-        return logits_BxVd, self.confidence_head(hidden_BxH, embedded), state
+        return factor, self.confidence_head(hidden_BxH, embedded), state
+
+    def corrected(self, logits: jax.Array, factor: jax.Array | None) -> jax.Array:
+        """Base logits `[..., Vd]` with the bias of the head's factor `[..., r]`."""
+        return logits if factor is None else self.markov_head.correct(logits, factor)
+
+    def correction(self) -> jax.Array | None:
+        """`[Vd, r]` the head's table; None without a head."""
+        return self.markov_head.correction if self.config.markov_rank else None
 
     def teacher_forced(
-        self, hidden_BxKxH: jax.Array, base_BxGxVd: jax.Array, previous_BxG: jax.Array, borrowed: Borrowed
-    ) -> tuple[jax.Array, jax.Array]:
-        """Corrected logits and confidence logits of every draft, given the true previous tokens (training)."""
+        self, hidden_BxKxH: jax.Array, previous_BxG: jax.Array, borrowed: Borrowed
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """Factors `[B, G, r]` and confidence logits of every draft, given the true previous tokens (training)."""
         state = self.initial_state(hidden_BxKxH, previous_BxG[:, 0], borrowed)
-        predicting, logits, confidences = self.predicting(hidden_BxKxH), [], []
+        predicting, factors, confidences = self.predicting(hidden_BxKxH), [], []
         for k in range(self.config.num_drafts):
-            step = self.step(k, predicting[:, k], base_BxGxVd[:, k], state, previous_BxG[:, k], borrowed)
-            logits.append(step[0])
-            confidences.append(step[1])
-            state = step[2]
-        return jnp.stack(logits, axis=1), jnp.stack(confidences, axis=1)
+            factor, confidence, state = self.factor(k, predicting[:, k], state, previous_BxG[:, k], borrowed)
+            factors.append(factor)
+            confidences.append(confidence)
+        return jnp.stack(factors, axis=1) if self.config.markov_rank else None, jnp.stack(confidences, axis=1)
 
     def __call__(self, taps_NxMH: jax.Array, anchor_B: jax.Array, borrowed: Borrowed) -> jax.Array:
         """Touches every parameter, for `init`."""
@@ -119,5 +132,5 @@ class DSpark(nn.Module):
         self.context(taps_NxMH, zeros, zeros, borrowed)
         positions = jnp.zeros((len(anchor_B), c.block_size), jnp.int32)
         hidden = self.block(anchor_B, positions, lambda layer, q, k, v: q, borrowed)
-        base = self.base_logits(self.predicting(hidden), borrowed)
-        return self.teacher_forced(hidden, base, positions[:, : c.num_drafts], borrowed)[0]
+        factor, _ = self.teacher_forced(hidden, positions[:, : c.num_drafts], borrowed)
+        return self.corrected(self.base_logits(self.predicting(hidden), borrowed), factor)

@@ -50,9 +50,14 @@ class MarkovHead(nn.Module):
     def factor(self, k: jax.Array | int, hidden: jax.Array, state: Any, previous: Previous) -> tuple[jax.Array, Any]:
         return self.embed(previous.token), state
 
+    @property
+    def correction(self) -> jax.Array:
+        """`[Vd, r]` the table that makes a bias of a factor."""
+        return self.markov_w2
+
     def correct(self, logits: jax.Array, factor: jax.Array) -> jax.Array:
         """Base logits `[..., Vd]` with the bias of a factor `[..., r]`."""
-        return logits + jnp.einsum("...r,vr->...v", factor, self.markov_w2)
+        return logits + jnp.einsum("...r,vr->...v", factor, self.correction)
 
 
 class GatedHead(MarkovHead):
@@ -117,8 +122,12 @@ class DominoHead(nn.Module):
         factor = nn.silu(self.down_proj(jnp.concatenate([hidden, state], axis=-1)))
         return jnp.where(k < self.config.pure_prefix, 0, factor), state
 
+    @property
+    def correction(self) -> jax.Array:
+        return self.up_proj
+
     def correct(self, logits: jax.Array, factor: jax.Array) -> jax.Array:
-        return logits + jnp.einsum("...r,vr->...v", factor, self.up_proj)
+        return logits + jnp.einsum("...r,vr->...v", factor, self.correction)
 
 
 class SelectorHead(nn.Module):

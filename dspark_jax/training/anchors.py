@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Blocks:
-    """N draft blocks of K slots in each of B sequences. Slot k predicts the token at anchor + 1 + k."""
+    """N draft blocks of K slots in each of B packs (or sequences). Slot k predicts the token at anchor + 1 + k."""
 
-    anchor_BxN: jax.Array  # positions, increasing; 0 in dummy blocks
+    anchor_BxN: jax.Array  # tokens of the pack, increasing; 0 in dummy blocks
+    position_BxN: jax.Array  # the anchors' positions in their documents, whose first tokens are anchor - position
     keep_BxN: jax.Array  # False: a dummy that fills the static shape
     label_BxNxK: jax.Array  # token ids to predict
     source_BxNxK: jax.Array  # position whose target distribution is the slot's: the one before the label
@@ -34,19 +35,30 @@ def sample_anchors(key: jax.Array, loss_mask_BxS: jax.Array, num_anchors: int) -
 
 
 def make_blocks(
-    token_BxS: jax.Array, loss_mask_BxS: jax.Array, anchor_BxN: jax.Array, keep_BxN: jax.Array, block_size: int
+    token_BxS: jax.Array,
+    loss_mask_BxS: jax.Array,
+    anchor_BxN: jax.Array,
+    keep_BxN: jax.Array,
+    block_size: int,
+    position_BxS: jax.Array | None = None,
 ) -> Blocks:
-    """Labels, their masks and the teacher-forced previous tokens of the blocks at given anchors."""
+    """Labels, their masks and the teacher-forced previous tokens of the blocks at given anchors.
+
+    `position_BxS`: of the tokens in their documents; None: each row is one. What lies behind the end of a block's
+    document is not learnt.
+    """
     length = token_BxS.shape[1]
+    if position_BxS is None:
+        position_BxS = jnp.broadcast_to(jnp.arange(length), token_BxS.shape)
     index = anchor_BxN[..., None] + 1 + jnp.arange(block_size)
     safe = jnp.where(keep_BxN[..., None], jnp.minimum(index, length - 1), 0)
 
     def at(values_BxS: jax.Array, position: jax.Array) -> jax.Array:
         return jnp.take_along_axis(values_BxS, position.reshape(position.shape[0], -1), axis=1).reshape(position.shape)
 
-    label = at(token_BxS, safe)
-    learnt = (index < length) & (at(loss_mask_BxS, safe) > 0.5) & keep_BxN[..., None]
+    label, position_BxN = at(token_BxS, safe), at(position_BxS, anchor_BxN)
+    same_document = safe - at(position_BxS, safe) == (anchor_BxN - position_BxN)[..., None]
+    learnt = (index < length) & same_document & (at(loss_mask_BxS, safe) > 0.5) & keep_BxN[..., None]
     previous = jnp.concatenate([at(token_BxS, anchor_BxN)[..., None], label[..., :-1]], axis=-1)
-    return Blocks(
-        anchor_BxN, keep_BxN, label, jnp.maximum(safe - 1, 0), jnp.cumprod(learnt, axis=-1).astype(bool), previous
-    )
+    source, alive = jnp.maximum(safe - 1, 0), jnp.cumprod(learnt, axis=-1).astype(bool)
+    return Blocks(anchor_BxN, position_BxN, keep_BxN, label, source, alive, previous)

@@ -8,6 +8,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from dspark_jax.data.answer_features import AnswerFeatures
+from dspark_jax.data.cache_writer import CacheWriter
 from dspark_jax.data.conversations import PromptRow
 from dspark_jax.data.generate import answers_run, write_answers, write_prompts
 from dspark_jax.data.jsonl import read_jsonl
@@ -20,6 +22,8 @@ from dspark_jax.data.servers import ask_servers, find_servers
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.data.turns import Line, conversations, open_turns, thinking_variables, turn_ids
 from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.sink import Sink
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import Target
@@ -35,6 +39,12 @@ def features_cache(config: ConfigDict, target: Target) -> TargetCache | Referenc
     if config.data.features != "cache":
         raise UserError(f"data.features={config.data.features!r}: it is online or cache")
     cache = open_cache(config.data.cache, target, target.tap_layers)
+    thinking = cache.info.thinking if isinstance(cache, TargetCache) else None
+    if thinking not in (None, config.data.thinking):
+        raise UserError(
+            f"{config.data.cache} was written with data.thinking={thinking!r}, here it is {config.data.thinking!r}: "
+            "give the same, or another data.cache"
+        )
     if config.drafter.kind == "eagle3" and cache.lacks_last_rows:
         raise UserError(
             f"{config.data.cache} was written while answers were generated, without the last tokens' features, which "
@@ -56,30 +66,51 @@ def training_rows(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
     return learnt_rows(lines, target.tokenizer, config.data.thinking)
 
 
-def make_answers(config: ConfigDict, target: Target, path: str | Path) -> list[Line]:
-    """The answers to the config's prompts, by our engine or by its servers; an interrupted run is continued."""
+def make_answers(config: ConfigDict, target: Target, path: str | Path, writer: CacheWriter | None = None) -> list[Line]:
+    """The answers to the config's prompts, by our engine or by its servers; an interrupted run is continued.
+
+    `writer`: gets the features of what our engine answers.
+    """
     data = config.data
-    common = (data.temperatures, data.max_answer_tokens, config.seed, data.thinking)
     thinking_variables(data.thinking)  # a fault of the config shows before any work
+    SamplingParams(top_p=data.top_p, top_k=data.top_k)
     if data.servers and data.prompts:
-        return _served_answers(config, target, find_prompts(config), path, common)
+        return _served_answers(config, target, find_prompts(config), path)
     drafter = load_drafter(data.drafter, target) if data.drafter else None
-    engine = Engine(target, drafter, max_slots=data.max_slots, cache_tokens=data.max_slots * data.max_length)
+
+    def new_engine(sink: Sink | None = None) -> Engine:
+        slots = data.max_slots
+        return Engine(target, drafter, max_slots=slots, cache_tokens=slots * data.max_length, sink=sink)
+
+    engine = None if writer and data.prompts else new_engine()
     prompts = find_prompts(config, engine)
     if data.servers:
-        return _served_answers(config, target, prompts, path, common)
-    return write_answers(engine, prompts, path, *common)
+        return _served_answers(config, target, prompts, path)
+    features = None
+    if writer:
+        lines = written_rows(Path(path))
+        writer.expect(len(turn_ids(prompts)) + len(lines))  # at most: before all is answered the cache is not complete
+        features = AnswerFeatures(writer, target, lines)
+        engine = new_engine(features.sink)
+    return write_answers(engine, prompts, path, **_sampling(config), features=features)
 
 
-def _served_answers(
-    config: ConfigDict, target: Target, prompts: list[PromptRow], path: str | Path, common: tuple
-) -> list[Line]:
+def _sampling(config: ConfigDict) -> dict[str, Any]:
+    """How answers are sampled, as arguments."""
+    data = config.data
+    return {
+        "temperatures": data.temperatures, "max_tokens": data.max_answer_tokens, "seed": config.seed,
+        "thinking": data.thinking, "top_p": data.top_p, "top_k": data.top_k,
+    }  # fmt: skip
+
+
+def _served_answers(config: ConfigDict, target: Target, prompts: list[PromptRow], path: str | Path) -> list[Line]:
     """Answers of the config's servers, which need not be there any more when all is answered."""
     if not open_turns(prompts, written_rows(Path(path))):
         ids = turn_ids(prompts)
         return [line for line in read_answers(path, target, config.data.thinking) if line["id"] in ids]
     servers = find_servers(config.data.servers)
-    return ask_servers(servers, target, prompts, path, *common, at_a_time=config.data.max_slots)
+    return ask_servers(servers, target, prompts, path, **_sampling(config), at_a_time=config.data.max_slots)
 
 
 def find_prompts(config: ConfigDict, engine: Engine | None = None) -> list[PromptRow]:
@@ -153,7 +184,8 @@ def _row_of_texts(turns: list[Line], tokenizer: Tokenizer, thinking: str) -> dic
     ids, spans = chat_tokens(tokenizer, turns[-1]["messages"], cut, **thinking_variables(thinking))
     if not spans:
         raise UserError(f"{tokenizer.source}: the chat template shows none of the answers of {turns[0]['id']!r}")
-    return {"id": turns[-1]["id"], **masked_row(ids, spans)}
+    conversation = turns[0].get("conversation", turns[0]["id"])
+    return {"id": turns[-1]["id"], "conversation": conversation, **masked_row(ids, spans)}
 
 
 def trained_on(config: ConfigDict, target: Target) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dspark_jax.interop.drafter_fit import check_fit
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.config import DrafterConfig, Eagle3Config, draft_decoder
 from dspark_jax.training.eagle3 import Eagle3Loss
-from dspark_jax.training.losses import LossWeights
+from dspark_jax.training.losses import MEANS, LossWeights
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -25,12 +25,21 @@ def new_drafter_config(config: ConfigDict, target: Target) -> DrafterConfig | Ea
 def loss_settings(config: ConfigDict) -> LossWeights | Eagle3Loss:
     """The loss that goes with the config's kind of drafter."""
     d, t = config.drafter, config.train
+    if not 0 <= t.ema < 1:
+        raise UserError(f"train.ema={t.ema}: it is a decay, 0 (off) to below 1")
+    if not 0 <= t.dpace <= 1:
+        raise UserError(f"train.dpace={t.dpace}: it is D-PACE's alpha, 0 (off) to 1")
     if d.kind == "eagle3":
+        if t.dpace:
+            raise UserError("train.dpace weighs the slots of a block, which Eagle3 has not: leave it 0")
         return Eagle3Loss(d.ttt_length, t.step_decay)
     if not 0 <= t.curriculum <= 1:
         raise UserError(f"train.curriculum={t.curriculum}: it is a part of the run, 0 to 1")
+    if t.loss_mean not in MEANS:
+        raise UserError(f"unknown train.loss_mean {t.loss_mean!r}: it is one of {', '.join(MEANS)}")
     confidence = t.confidence_weight if d.confidence else 0.0
-    return LossWeights(t.ce_weight, t.l1_weight, confidence, t.decay_gamma, round(t.curriculum * t.steps))
+    curriculum = round(t.curriculum * t.steps)
+    return LossWeights(t.ce_weight, t.l1_weight, confidence, t.decay_gamma, curriculum, t.loss_mean, t.dpace)
 
 
 def _block_drafter(config: ConfigDict, target: Target) -> DrafterConfig:

@@ -102,30 +102,41 @@ def position_masks(loss_mask_BxS: jax.Array, length_B: jax.Array, steps: int) ->
 
 
 def eagle3_loss(
-    module: Eagle3, settings: Eagle3Loss, params: Params, borrowed: Borrowed, features: Features, batch: Batch
+    module: Eagle3,
+    settings: Eagle3Loss,
+    params: Params,
+    borrowed: Borrowed,
+    features: Features,
+    batch: Batch,
+    sequences: jax.Array | int | None = None,
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
     """The loss of a batch and the metrics' sums.
 
     A step's loss is the sum over its rows of the cross entropy with the target's whole distribution, over B·S: rows
-    that are masked or padding count in the divisor. A reduced drafter learns the part of the distribution that it can
+    that are masked or padding count in the divisor. `sequences`: B of the whole update, of which this batch is a part;
+    None: it is all. A reduced drafter learns the part of the distribution that it can
     speak, and has the rest missed.
     """
     config = module.config
     target_BxSxVd = target_log_prob(features, borrowed, config.decoder.softcap)
     mask_TxBxS = position_masks(batch.loss_mask_BxS, batch.length_B, settings.steps)
+    own = jnp.sum(jnp.asarray(batch.length_B) > 0)  # an empty sequence fills the last device's share
+    size = (own if sequences is None else sequences) * mask_TxBxS.shape[-1]
 
     def judge(t: int, logits: jax.Array) -> StepTerms:
         log_p = shift(target_BxSxVd, 1 + t)
         cross_entropy = -jnp.sum(jnp.exp(log_p) * jax.nn.log_softmax(logits.astype(log_p.dtype)), axis=-1)
         accept = jnp.clip(1 - total_variation(logits, log_p, config.reduced), 0, 1)
         agree = jnp.argmax(logits, axis=-1) == jnp.argmax(log_p, axis=-1)
-        loss = jnp.sum(jnp.where(mask_TxBxS[t], cross_entropy, 0)) / mask_TxBxS[t].size
+        loss = jnp.sum(jnp.where(mask_TxBxS[t], cross_entropy, 0)) / size
         return StepTerms(loss, agree, jax.lax.stop_gradient(accept))
 
     taps, token, length = features.taps_BxSxMH, batch.token_BxS, batch.length_B
     terms = training_time_test(module, params, borrowed, taps, token, length, settings.steps, judge)
     loss = sum(settings.step_decay**t * one.loss for t, one in enumerate(terms))
-    return loss, metric_sums(jax.tree.map(lambda *parts: jnp.stack(parts), *terms), mask_TxBxS)
+    sums = metric_sums(jax.tree.map(lambda *parts: jnp.stack(parts), *terms), mask_TxBxS)
+    share = own * mask_TxBxS.shape[-1] / size
+    return loss, sums | {"step_loss": (sums["step_loss"][0], sums["step_loss"][1] * share)}
 
 
 def metric_sums(terms: StepTerms, mask_TxBxS: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:

@@ -1,22 +1,30 @@
 """The frozen target's features of training sequences: computed on the fly, kept in memory, or read from a cache."""
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from dspark_jax.data.batches import PAD_TO, Batch
+from dspark_jax.data.batches import PAD_TO, Batch, Document
+from dspark_jax.data.packing import ALIGN, MicroBatch
 from dspark_jax.data.reference_cache import ReferenceCache
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.errors import UserError
-from dspark_jax.interop.target_io import Target, hidden_states, log_totals
+from dspark_jax.interop.target_io import Target, log_totals
+from dspark_jax.models.attention import attend_documents
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
+from dspark_jax.training.sharding import EVERY, own_places, put_together
 
+HEAD_ROWS = 256  # rows whose full-vocabulary logits are there at a time
 MAX_STATE_ERROR = 0.2  # relative: bfloat16 through a deep model stays far below it, another model far above
 
 
@@ -39,16 +47,44 @@ class Features:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def target_features(module: Decoder, params: Params, token_BxS: jax.Array) -> Features:
-    """Runs the frozen target over whole sequences."""
+def target_features(
+    module: Decoder, params: Params, token_BxS: jax.Array, position_BxS: jax.Array | None = None
+) -> Features:
+    """Runs the frozen target over sequences, or over packs: `position_BxS` are then the tokens' places in documents.
+
+    On a mesh each row of `data` runs its own packs; too few packs are run by all.
+    """
+    if position_BxS is None:
+        position_BxS = jnp.broadcast_to(jnp.arange(token_BxS.shape[1]), token_BxS.shape)
+    run, mesh = functools.partial(_features, module), jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return run(params, token_BxS, position_BxS)
+    if len(token_BxS) % mesh.size:
+        out, spec = run(params, token_BxS, position_BxS), P()
+    else:
+        rows, spec = P("data"), P(EVERY)
+        split = jax.shard_map(run, in_specs=(P(), rows, rows), out_specs=rows, axis_names={"data"}, check_vma=False)
+        out = split(params, token_BxS, position_BxS)
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, spec), out)
+
+
+def _features(module: Decoder, params: Params, token_BxS: jax.Array, position_BxS: jax.Array) -> Features:
     batch, length = token_BxS.shape
-    output = hidden_states(module, params, token_BxS)
+    attend = attend_documents(module.config, position_BxS, math.gcd(length, ALIGN))
+    output = module.apply({"params": params}, token_BxS.reshape(-1), position_BxS.reshape(-1), attend)
     hidden = output.hidden_NxH.reshape(batch, length, -1)
-    return Features(output.taps_NxMH.reshape(batch, length, -1), hidden, log_totals(module, params, hidden))
+    return Features(output.taps_NxMH.reshape(batch, length, -1), hidden, _log_totals(module, params, hidden))
+
+
+def _log_totals(module: Decoder, params: Params, hidden_BxSxH: jax.Array) -> jax.Array:
+    """`log_totals`, some rows of a long pack at a time."""
+    batch, length, width = hidden_BxSxH.shape
+    rows = hidden_BxSxH.reshape(-1, math.gcd(length, HEAD_ROWS), width)
+    return log_totals(module, params, rows).reshape(batch, length)
 
 
 class FeatureSource:
-    """`source(batch)` gives a batch's features.
+    """`source(batch)` gives the features of a batch of sequences or of packs.
 
     `keep`: each sequence is run once, alone (so that its numbers depend on nothing else), and kept in bfloat16 in host
     memory: 2·(M+1)·H bytes a token. Worth it when there are several epochs and the features fit.
@@ -58,13 +94,15 @@ class FeatureSource:
         self.target, self.keep = target, keep
         self._kept: dict[int, Features] = {}
 
-    def __call__(self, batch: Batch) -> Features:
+    def __call__(self, batch: Batch | MicroBatch) -> Features:
+        mesh = self.target.mesh
         if not self.keep:
-            return target_features(self.target.module, self.target.params, batch.token_BxS)
-        parts = (batch.row_B, batch.token_BxS, batch.length_B)
-        rows = [self._row(int(number), tokens[:length]) for number, tokens, length in zip(*parts, strict=True)]
-        width = batch.token_BxS.shape[1]
-        return jax.tree.map(lambda *parts: np.stack([_fit(part, width) for part in parts]), *rows)
+            position = batch.pack.position_DxT if isinstance(batch, MicroBatch) else None
+            given = on_devices((batch.token_BxS, position), mesh)
+            return target_features(self.target.module, self.target.params, *given)
+        # Processes run every row together, and each keeps them all: none waits for one that has a row already.
+        rows = [self._row(d.row, batch.token_BxS[d.pack, d.start : d.start + d.length]) for d in batch.documents]
+        return jax.tree.map(lambda *parts: _laid_out(batch, batch.documents, parts, mesh), *rows)
 
     def _row(self, number: int, token_S: np.ndarray) -> Features:
         if number not in self._kept:
@@ -80,13 +118,38 @@ class CachedFeatures:
     def __init__(self, target: Target, cache: TargetCache | ReferenceCache):
         self.target, self.cache = target, cache
 
-    def __call__(self, batch: Batch) -> Features:
-        width, rows = batch.token_BxS.shape[1], self.cache.read(batch.row_B, batch.length_B)
-        taps = np.stack([_fit(row.taps_NxMH, width) for row in rows]).astype(self.target.dtype)
-        hidden = np.stack([_fit(row.last_hidden_NxH, width) for row in rows]).astype(self.target.dtype)
+    def __call__(self, batch: Batch | MicroBatch) -> Features:
+        own = own_places(len(batch.token_BxS), self.target.mesh)
+        # A process without documents reads one all the same: for its shapes.
+        documents = [d for d in batch.documents if d.pack in own] or batch.documents[:1]
+        rows = self.cache.read(*zip(*((d.row, d.length) for d in documents), strict=True))
+        dtype, put = self.target.dtype, functools.partial(_laid_out, batch, documents, mesh=self.target.mesh)
+        taps = put([row.taps_NxMH.astype(dtype) for row in rows])
+        hidden = put([row.last_hidden_NxH.astype(dtype) for row in rows])
         if rows[0].log_total_N is None:
-            return Features(taps, hidden, log_totals(self.target.module, self.target.params, hidden))
-        return Features(taps, hidden, np.stack([_fit(row.log_total_N, width) for row in rows]))
+            return Features(taps, hidden, _log_totals(self.target.module, self.target.params, hidden))
+        return Features(taps, hidden, put([row.log_total_N for row in rows]))
+
+
+def on_devices(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays of a batch, all of whose sequences or packs every process knows, divided over the devices."""
+    if mesh is None:
+        return tree
+    own = lambda a: put_together(a[own_places(len(a), mesh)], len(a), mesh)  # noqa: E731
+    return jax.tree.map(own, tree)
+
+
+def _laid_out(
+    batch: Batch | MicroBatch, documents: Sequence[Document], parts: Sequence[np.ndarray], mesh: Mesh | None
+) -> np.ndarray | jax.Array:
+    """Arrays of documents, each in its place of the batch; zeros elsewhere. Each process lays out its own packs."""
+    count, length = batch.token_BxS.shape
+    place = {pack: i for i, pack in enumerate(own_places(count, mesh))}
+    out = np.zeros((len(place), length, *parts[0].shape[1:]), parts[0].dtype)
+    for document, part in zip(documents, parts, strict=True):
+        if document.pack in place:
+            out[place[document.pack], document.start : document.start + len(part)] = part  # a cache may lack the last
+    return put_together(out, count, mesh)
 
 
 def open_cache(place: str, target: Target, tap_layers: Sequence[int]) -> TargetCache | ReferenceCache:

@@ -1,97 +1,140 @@
 """The training run of a config, from prompts to a drafter on disk. `train.py` is its door."""
 
 import dataclasses
+import functools
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from dspark_jax.data.batches import Batches, draft_vocabulary
+from dspark_jax.data.batches import draft_vocabulary
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import load_target
+from dspark_jax.parallel import on, parse_mesh, start_processes
 from dspark_jax.progress import Progress
-from dspark_jax.training.checkpoints import open_checkpoints, restore_latest, save
+from dspark_jax.training.checkpoints import finish, open_checkpoints, restore_latest, save
 from dspark_jax.training.data import features_cache, trained_on, training_rows
 from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
-from dspark_jax.training.step import Setup, TrainState, learning_rate, make_optimizer, train_step
+from dspark_jax.training.optimizers import make_optimizer
+from dspark_jax.training.parts import Parts, step_parts
+from dspark_jax.training.sharding import Agreement, made_in_parts, on_this_process, whole_everywhere, with_own_tables
+from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
+from dspark_jax.training.update import train_step
+from dspark_jax.training.validation import Validation, split_rows
+from pallas_kernels.backends import choose
 
 
 def train(config: ConfigDict) -> Path:
     """Runs or continues the training that a config describes. Returns the directory of the drafter.
 
-    Ctrl-C (or SIGTERM) ends the run after the current step with a checkpoint; the same command goes on from there.
+    The drafter is the best on the rows that `data.validation` holds out, where it does, else the last. Ctrl-C (or
+    SIGTERM, to any of the processes) ends the run after the current step with a checkpoint; the same command, on
+    whatever mesh, goes on from there.
     """
-    target = load_target(config.target.path, dtype=config.target.dtype or None)
+    t = config.train
+    process, processes = start_processes(t.processes)
+    mesh = parse_mesh(config.mesh, together=True)
+    target = load_target(config.target.path, dtype=config.target.dtype or None, mesh=mesh, copies=True)
     drafter_config = new_drafter_config(config, target)
     target = target.with_taps(drafter_config.tap_layers)
+    schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
+    optimizer, losses = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm), loss_settings(config)
     manager = open_checkpoints(config)
-    cache = features_cache(config, target)
-    rows = cache.rows if cache else training_rows(config, target)
-    batches = Batches(rows, config.train.batch_size, config.data.max_length, config.seed)
+    with on(mesh):
+        cache = features_cache(config, target)
+    if processes > 1 and not (cache or config.data.answers):
+        raise UserError(
+            "several processes train on answers that are there: let one run `prepare answers`, and set data.answers "
+            "(or data.features=cache)"
+        )
+    rows, held_out = split_rows(cache.rows if cache else training_rows(config, target), config.data.validation)
+    parts = step_parts(config, rows, mesh.size if mesh else 1)
     ids = None
     if drafter_config.reduced:
         ids = draft_vocabulary(
             rows, drafter_config.draft_vocab_size, target.config.eos_token_ids, target.config.vocab_size
         )
-    drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(target, ids))
-    schedule = learning_rate(config.train.lr, config.train.steps, config.train.warmup_ratio)
-    optimizer = make_optimizer(schedule, config.train.weight_decay, config.train.max_grad_norm)
-    setup = Setup(drafter.module, loss_settings(config), config.train.num_anchors, optimizer)
-    state = TrainState(drafter.params, optimizer.init(drafter.params), jnp.zeros((), jnp.int32))
+    lender = with_own_tables(target)
+    drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(lender, ids))
+    borrowed = whole_everywhere(drafter.borrowed, mesh)
+    kernels, _ = choose("auto", jax.tree.leaves(borrowed))
+    setup = Setup(drafter.module, losses, t.num_anchors, optimizer, kernels, t.ema)
+    state = made_in_parts(functools.partial(new_state, setup=setup), drafter.params, mesh)
     state = restore_latest(manager, state)
-    source = CachedFeatures(target, cache) if cache else FeatureSource(target, config.train.keep_features)
-    state = _run_steps(config, setup, source, drafter, state, batches, manager, schedule)
+    source = CachedFeatures(target, cache) if cache else FeatureSource(target, t.keep_features)
+    validation = Validation(config, setup, borrowed, source, held_out) if config.data.validation else None
+    state = _run_steps(config, setup, source, borrowed, state, parts, manager, schedule, validation)
     out = Path(config.workdir) / "drafter"
-    trained = dataclasses.replace(drafter, params=state.params, trained_on=trained_on(config, target))
-    save_drafter(out, trained, target)
+    weights = on_this_process(validation.best_weights(state.weights) if validation else state.weights, mesh)
+    if process == 0:
+        save_drafter(out, dataclasses.replace(drafter, params=weights, trained_on=trained_on(config, target)), lender)
+    if processes > 1:  # all end together: JAX ends those whose fellows have left
+        multihost_utils.sync_global_devices("drafter written")
     return out
 
 
-def _run_steps(config, setup, source, drafter: Drafter, state: TrainState, batches: Batches, manager, schedule):
-    """The loop itself: one dispatch a step, metrics read once a window, so that the device never waits."""
-    steps, log, key = config.train.steps, MetricLog(config.workdir), jax.random.key(config.seed)
-    stop = _StopSignal()
+def _run_steps(config, setup, source, borrowed, state: TrainState, parts: Parts, manager, schedule, validation):
+    """The loop itself: a few dispatches a step, metrics read once a window, so that the device never waits."""
+    steps, log = config.train.steps, MetricLog(config.workdir, int(state.step))
     start = time.monotonic()
-    with Progress("training", steps) as progress:
+    mesh = source.target.mesh
+    # Closing waits for what is being saved, whatever ends the run.
+    with on(mesh), closing(manager), Progress("training", steps) as progress, _StopSignal(mesh) as stop:
+        if validation:  # a run that was stopped owes the validation of its last step
+            validation.after(int(state.step), state.weights, log, stop.agreed)
         for step in range(int(state.step), steps):
-            batch = batches(step)
-            state, metrics = train_step(setup, drafter.borrowed, state, source(batch), batch, key)
+            state, metrics = train_step(setup, borrowed, state, source, parts(step))
             log.add(metrics)
             if (step + 1) % config.train.log_every == 0 or step + 1 == steps:
                 row = log.write(step + 1, float(schedule(step)), time.monotonic() - start)
                 start = time.monotonic()
                 if not np.isfinite(row["loss"]):
                     raise UserError(f"the loss is {row['loss']} at step {step + 1}: lower train.lr and start anew")
-                progress.update(step + 1, summary(row))
+                progress.update(step + 1, summary(row) + (validation.summary if validation else ""))
+            if validation:
+                validation.after(step + 1, state.weights, log, stop.agreed)
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == steps:
                 save(manager, state)
-            if stop.asked:
+            if stop.agreed():
                 save(manager, state, wait=True)
                 log.close()
                 raise KeyboardInterrupt(f"stopped after step {step + 1} of {steps}; the same command continues")
-    manager.wait_until_finished()
-    log.close()
-    stop.restore()
+        finish(manager)
+        log.close()
     return state
 
 
 class _StopSignal:
     """Remembers SIGINT and SIGTERM, so that a step is never torn; a second SIGINT ends the process at once."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.asked, self._agree = False, Agreement(mesh)
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
+        self.restore()
+
+    def agreed(self) -> bool:
+        """Whether all processes are to stop here."""
+        return self._agree(self.asked)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.restore()
 
     def restore(self) -> None:

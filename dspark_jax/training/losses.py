@@ -1,6 +1,7 @@
 """The block drafters' loss, 0.1 CE + 0.9 L1 + BCE(confidence) for DSpark, and the metrics of training (spec 4)."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -10,6 +11,10 @@ import optax
 from dspark_jax.models.drafter import Borrowed
 from dspark_jax.models.layers import soft_cap
 from dspark_jax.training.features import Features
+from dspark_jax.training.position_weights import decay_weights, dpace_weights
+from pallas_kernels.distribution_loss import Rows, RowWeights, Targets, Vocabulary, distribution_loss
+
+MEANS = ("tokens", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +23,12 @@ class LossWeights:
 
     `curriculum`: steps over which the cross entropy moves linearly from the backbone's logits to the head's; 0: the
     head's from the first step on. Domino takes the whole run (arXiv 2605.29707).
+
+    `mean`: how the micro-steps of one update are put together. "tokens": sums over all of them are divided, one mean
+    over the batch's slots. "reference": the mean of each micro-step's own mean (spec 4), where a slot weighs the more
+    the fewer its micro-step has. Either way sums run over all devices first.
+
+    `dpace`: D-PACE's alpha, whose weights then replace the decay in the cross entropy alone; 0: the decay.
     """
 
     ce: float = 0.1
@@ -25,6 +36,8 @@ class LossWeights:
     confidence: float = 1.0
     decay_gamma: float = 4.0
     curriculum: int = 0
+    mean: str = "tokens"
+    dpace: float = 0.0
 
     def base_share(self, step: jax.Array | int) -> jax.Array | float:
         """The part of the cross entropy that the backbone's logits have at a step, 1 at step 0 (lambda)."""
@@ -32,8 +45,24 @@ class LossWeights:
 
 
 @flax.struct.dataclass
+class SlotWeights:
+    """What slots count, as `[..., K]` or summed. They depend on masks and labels alone (D-PACE's: see `weigh`), so they
+    are known before the loss is.
+    """
+
+    ce: jax.Array  # 0 where the drafter has no such token
+    slot: jax.Array
+
+    def sum(self) -> "SlotWeights":
+        return jax.tree.map(jnp.sum, self)
+
+
+@flax.struct.dataclass
 class LossTerms:
-    """Sums over slots and their weights, so that batches and hosts can be added before dividing."""
+    """Sums over slots and their weights, so that batches and hosts can be added before dividing.
+
+    Of those only `confidence` has gradients.
+    """
 
     ce: jax.Array
     base_ce: jax.Array  # of the backbone's logits; 0 where the curriculum is off
@@ -41,13 +70,6 @@ class LossTerms:
     l1: jax.Array
     confidence: jax.Array
     weight: jax.Array
-
-    def total(self, weights: LossWeights, base_share: jax.Array | float = 0.0) -> jax.Array:
-        """The scalar loss."""
-        ce = (1 - base_share) * self.ce + base_share * self.base_ce
-        return weights.ce * ce / (self.ce_weight + 1e-6) + (
-            weights.l1 * self.l1 + weights.confidence * self.confidence
-        ) / (self.weight + 1e-6)
 
 
 def target_log_prob(features: Features, borrowed: Borrowed, softcap: float) -> jax.Array:
@@ -70,41 +92,80 @@ def total_variation(draft_logits: jax.Array, target_log_prob: jax.Array, reduced
     return 0.5 * (distance + missed)
 
 
-def loss_terms(
-    draft_logits: jax.Array,
+def slot_weights(label: jax.Array, eval_mask: jax.Array, decay_gamma: float) -> SlotWeights:
+    """Of slots `[..., K]`; `label` indexes the draft vocabulary, -1 where it lacks the token."""
+    decay = decay_weights(eval_mask.shape[-1], decay_gamma)
+    return SlotWeights(eval_mask * decay * (label >= 0), eval_mask * decay)
+
+
+def weigh(
+    rows: Rows, targets: Targets, vocabulary: Vocabulary, eval_mask: jax.Array, weights: LossWeights, kernels: str
+) -> SlotWeights:
+    """What the slots of `block_loss` weigh, as `[..., K]`; with D-PACE that takes a pass over their logits."""
+    label = rows.label_M.reshape(eval_mask.shape)
+    each = slot_weights(label, eval_mask, weights.decay_gamma)
+    if not weights.dpace:
+        return each
+    nothing = jnp.zeros(len(rows.label_M))
+    rows = jax.lax.stop_gradient(_learnt(rows, eval_mask))
+    vocabulary = jax.lax.stop_gradient(vocabulary)
+    _, losses = distribution_loss(rows, targets, vocabulary, RowWeights(nothing, nothing, None), kernels)
+    # A label that cannot be said is never drafted: its slot has no loss, and those behind it are reached less often.
+    said = label >= 0
+    probability = said * jnp.exp(-losses.ce_M.reshape(eval_mask.shape))
+    return each.replace(ce=said * dpace_weights(probability, eval_mask, weights.dpace))
+
+
+def _learnt(rows: Rows, eval_mask: jax.Array) -> Rows:
+    """Rows of which only those that are to be learnt count."""
+    return rows.replace(source_M=jnp.where(eval_mask.reshape(-1), rows.source_M, -1))
+
+
+def wholes(each: Sequence[SlotWeights], mean: str) -> list[SlotWeights]:
+    """What each micro-step's sums are divided by, so that the losses add up. `each`: what their own slots weigh."""
+    if mean == "reference":
+        return [jax.tree.map(lambda a: a * len(each), own) for own in each]
+    return [jax.tree.map(lambda *parts: sum(parts), *each)] * len(each)
+
+
+def block_loss(
+    rows: Rows,
+    targets: Targets,
+    vocabulary: Vocabulary,
     confidence_logits: jax.Array,
-    target_log_prob: jax.Array,
-    label: jax.Array,
     eval_mask: jax.Array,
     weights: LossWeights,
-    reduced: bool = False,
-    base_logits: jax.Array | None = None,
-) -> tuple[LossTerms, jax.Array]:
-    """Terms of slots `[..., K]` and each slot's acceptance rate c* = 1 - TV (no gradient).
+    base_share: jax.Array | float = 0.0,
+    whole: SlotWeights | None = None,
+    kernels: str = "xla",
+) -> tuple[jax.Array, LossTerms, jax.Array]:
+    """The scalar loss, its terms and each slot's acceptance rate c* = 1 - TV (no gradient; 0 outside `eval_mask`).
 
-    `draft_logits`, `target_log_prob` and `base_logits`, which only the curriculum reads, are `[..., K, Vd]`; `label`
-    indexes Vd, -1 where the drafter has no such token.
+    `confidence_logits` and `eval_mask` are `[..., K]`; `rows` are the same slots, flat. `base_share` is the backbone's
+    logits' share of the cross entropy while there is a curriculum. `whole`: what all slots of the mean weigh; None: all
+    are these.
     """
-    slots = eval_mask.shape[-1]
-    decay = jnp.exp(-jnp.arange(slots) / weights.decay_gamma) if weights.decay_gamma > 0 else jnp.ones(slots)
-    w = eval_mask * decay
-    known = w * (label >= 0)
-
-    def cross_entropy(logits: jax.Array) -> jax.Array:
-        return jnp.sum(known * optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(label, 0)))
-
-    distance = total_variation(draft_logits, target_log_prob, reduced)
-    accept = jax.lax.stop_gradient(jnp.clip(1 - distance, 0, 1))
-    bce = optax.sigmoid_binary_cross_entropy(confidence_logits, accept) if weights.confidence else jnp.zeros_like(w)
+    each = weigh(rows, targets, vocabulary, eval_mask, weights, kernels)
+    divisor = jax.tree.map(lambda a: a + 1e-6, each.sum() if whole is None else whole)
+    ce = weights.ce * each.ce.reshape(-1) / divisor.ce
+    row_weights = RowWeights(ce, 2 * weights.l1 * each.slot.reshape(-1) / divisor.slot, None)
+    if weights.curriculum:
+        row_weights = row_weights.replace(ce_M=(1 - base_share) * ce, base_ce_M=base_share * ce)
+    loss, of_row = distribution_loss(_learnt(rows, eval_mask), targets, vocabulary, row_weights, kernels)
+    of_slot = jax.tree.map(lambda a: a.reshape(eval_mask.shape), of_row)
+    accept = jnp.where(eval_mask, jnp.clip(1 - of_slot.distance_M, 0, 1), 0)
+    confidence = jnp.zeros(())
+    if weights.confidence:
+        confidence = jnp.sum(each.slot * optax.sigmoid_binary_cross_entropy(confidence_logits, accept))
     terms = LossTerms(
-        ce=cross_entropy(draft_logits),
-        base_ce=cross_entropy(base_logits) if weights.curriculum else jnp.zeros(()),
-        ce_weight=jnp.sum(known),
-        l1=jnp.sum(w * 2 * distance),
-        confidence=jnp.sum(w * bce),
-        weight=jnp.sum(w),
+        ce=jnp.sum(each.ce * of_slot.ce_M),
+        base_ce=jnp.sum(each.ce * of_slot.base_ce_M) if weights.curriculum else jnp.zeros(()),
+        ce_weight=jnp.sum(each.ce),
+        l1=jnp.sum(each.slot * 2 * of_slot.distance_M),
+        confidence=confidence,
+        weight=jnp.sum(each.slot),
     )
-    return terms, accept
+    return loss + weights.confidence * confidence / divisor.slot, terms, accept
 
 
 def metric_sums(

@@ -12,16 +12,14 @@ def anchor_attention(
     v_block_BxNxKxKVxD: jax.Array,
     anchor_BxN: jax.Array,
     keep_BxN: jax.Array,
+    start_BxN: jax.Array,
     scale: float,
     *,
-    causal: bool = False,
-    window: int = 0,
-    from_anchor: bool = False,
+    causal: bool,
+    window: int,
+    from_anchor: bool,
 ) -> jax.Array:
-    """Block n of a sequence attends to context rows before its anchor (the anchor's own features are not known when
-    serving) and to its own K slots, both ways unless `causal`; never to another block. Blocks not kept give zeros
-    (spec 1.7). `window`, `from_anchor`: as in `ragged_attention`. Fewer queries than keys: they are the last slots'.
-    """
+    """What `pallas_kernels.anchor_attention` says, with all scores of blocks on context in memory."""
     batch, blocks, slots, heads, dim = q_BxNxKxHxD.shape
     num_kv = k_context_BxSxKVxD.shape[2]
     wide = jnp.promote_types(q_BxNxKxHxD.dtype, jnp.float32)
@@ -30,7 +28,7 @@ def anchor_attention(
     block = jnp.einsum("bnkhgd,bnjhd->bhgnkj", q, k_block_BxNxKxKVxD, preferred_element_type=wide) * scale
     position, key_slot = jnp.arange(context.shape[-1]), jnp.arange(block.shape[-1])
     slot = key_slot[-slots:]
-    visible = position < anchor_BxN[..., None, None]  # [B, N, 1, S]
+    visible = (position >= start_BxN[..., None, None]) & (position < anchor_BxN[..., None, None])  # [B, N, 1, S]
     if window:
         first = jnp.broadcast_to(-window, (slots,)) if from_anchor else slot - window + 1
         visible = visible & (position >= (anchor_BxN[..., None] + first)[..., None])

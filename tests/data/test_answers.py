@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -132,6 +133,23 @@ def test_thinking_reaches_the_template_and_is_part_of_the_run(thinking_target, t
         assert thinking_target.tokenizer.decode(line["prompt_ids"], skip_special_tokens=False).endswith(opening)
     with pytest.raises(UserError, match="thinking differ"):
         write_answers(engine, ROWS[:1], path, **OPTIONS, thinking="off")
+
+
+def test_cut_sampling_reaches_the_engine_and_is_part_of_the_run(answered, engine, target, tmp_path):
+    """One token is left to choose from, so every temperature answers as greedy does."""
+    for name, cut in (("k", {"top_k": 1}), ("p", {"top_p": 1e-6})):
+        lines = by_id(write_answers(engine, ROWS[:1], tmp_path / f"{name}.jsonl", (1.0,), 10, 3, **cut))
+        greedy = by_id(write_answers(engine, ROWS[:1], tmp_path / f"{name}.greedy.jsonl", (0.0,), 10, 3))
+        assert lines["a"]["answer_ids"] == greedy["a"]["answer_ids"]
+        stamp = json.loads((tmp_path / f"{name}.jsonl.run.json").read_text())
+        assert {key: stamp[key] for key in cut} == cut
+        with pytest.raises(UserError, match=f"its {next(iter(cut))} differ"):
+            write_answers(engine, ROWS[:1], tmp_path / f"{name}.jsonl", (1.0,), 10, 3)
+    assert not {"top_p", "top_k"} & set(json.loads(Path(f"{answered[0]}.run.json").read_text()))
+    config = get_base()
+    config.workdir, config.data.top_p = str(tmp_path / "run"), 1.5
+    with pytest.raises(UserError, match="top_p=1.5"):
+        make_answers(config, target, tmp_path / "run" / "answers.jsonl")
 
 
 def test_training_rows_learn_every_answer_once_with_its_own_tokens(answered, engine):

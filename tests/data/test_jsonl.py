@@ -124,3 +124,15 @@ def test_the_target_writes_prompts_that_start_as_asked(engine, tmp_path, monkeyp
     for row in rows:
         assert row.messages[0]["content"].startswith(("Why", "How")[int(row.id) % 2])
     assert write_prompts(engine, tmp_path / "p.jsonl", 2, **options) == rows
+
+
+def test_a_full_disk_is_one_line_and_loses_no_row(tmp_path):
+    with ResumableJsonl(tmp_path / "a.jsonl", {"seed": 1}) as out:
+        out.append({"id": "a"})
+    with pytest.raises(UserError, match="a.jsonl cannot be written: the disk is full; the rows before stay"):
+        with ResumableJsonl(tmp_path / "a.jsonl", {"seed": 1}) as out:
+            out._file.close()
+            out._file = open("/dev/full", "a", encoding="utf-8")
+            out.append({"id": "b"})
+    with ResumableJsonl(tmp_path / "a.jsonl", {"seed": 1}) as out:
+        assert out.rows == [{"id": "a"}]

@@ -101,7 +101,9 @@ def test_every_turn_is_asked_once_with_its_own_history(serve, target, tmp_path):
     one, two = serve(), serve()
     rows = [asks(str(i), *(f"q{i}{turn}" for turn in "abc"[: 1 + i % 3])) for i in range(9)]
     found = find_servers([one.url + "/", two.url])
-    lines = by_id(ask_servers(found, target, rows, tmp_path / "a.jsonl", **OPTIONS, thinking="off"))
+    lines = by_id(
+        ask_servers(found, target, rows, tmp_path / "a.jsonl", **OPTIONS, thinking="off", top_p=0.9, top_k=20)
+    )
     assert len(lines) == 3 * (1 + 2 + 3) == len(one.asked) + len(two.asked)
     assert one.asked and two.asked
     assert [message["content"] for message in lines["2#3"]["messages"]] == [
@@ -111,6 +113,7 @@ def test_every_turn_is_asked_once_with_its_own_history(serve, target, tmp_path):
     for payload in one.asked + two.asked:
         assert payload["model"] == "tiny" and payload["max_tokens"] == 10 and payload["temperature"] in (0.0, 0.7)
         assert payload["chat_template_kwargs"] == {"enable_thinking": False}
+        assert (payload["top_p"], payload["top_k"]) == (0.9, 20)
     stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
     assert (stamp["model"], stamp["thinking"], stamp["target"]) == ("tiny", "off", target.fingerprint)
 

@@ -28,7 +28,6 @@ from dspark_jax.interop.target_io import load_target
 from dspark_jax.prepare_features import write_features
 from dspark_jax.training import loop
 from dspark_jax.training.features import CachedFeatures, FeatureSource, open_cache, target_features
-from dspark_jax.training.step import make_optimizer
 
 ROOT = Path(__file__).parents[2]
 TAPS, MAX_LENGTH = (0, 2), 60
@@ -351,8 +350,6 @@ def test_training_from_a_cache_has_the_losses_of_online_features(
 ):
     answers = tmp_path / "answers.jsonl"
     answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    optimizer = make_optimizer(lambda step: 1e-2, 0.0, 1.0)
-    monkeypatch.setattr(loop, "make_optimizer", lambda *settings: optimizer)  # the same object: compiled once
     monkeypatch.setattr(loop, "training_rows", lambda config, target: rows)
     online = losses(config_of(chat_model, tmp_path, "online"))
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 2e-3), ("int8", 2e-3)):

@@ -34,4 +34,4 @@ def tpu_interpreter() -> Iterator[None]:
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
 
 
-__all__ = ["compile_tpu", "every_tpu", "has_kernel", "needs_libtpu", "tpu_interpreter", "tpu_mesh"]
+__all__ = ["TPUS", "compile_tpu", "every_tpu", "has_kernel", "needs_libtpu", "tpu_interpreter", "tpu_mesh"]

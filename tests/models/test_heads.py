@@ -43,8 +43,9 @@ class Case:
 
     def logits(self) -> np.ndarray:
         """Teacher-forced, as in training."""
-        args = (jnp.asarray(self.hidden), jnp.asarray(self.base), jnp.asarray(self.previous), self.borrowed)
-        return np.asarray(self.call(*args, method=DSpark.teacher_forced)[0])
+        args = (jnp.asarray(self.hidden), jnp.asarray(self.previous), self.borrowed)
+        factor, _ = self.call(*args, method=DSpark.teacher_forced)
+        return np.asarray(self.call(jnp.asarray(self.base), factor, method=DSpark.corrected))
 
     @property
     def predicting(self) -> np.ndarray:
@@ -124,7 +125,7 @@ class TestAgainstIndependentReferences:
             proj = case.params["confidence_head"]["proj"]
             parts = [case.predicting] + ([case.weights["markov_w1"][case.previous]] if with_markov else [])
             expected = np.concatenate(parts, axis=-1) @ proj["kernel"] + proj["bias"]
-            args = (jnp.asarray(case.hidden), jnp.asarray(case.base), jnp.asarray(case.previous), case.borrowed)
+            args = (jnp.asarray(case.hidden), jnp.asarray(case.previous), case.borrowed)
             got = case.call(*args, method=DSpark.teacher_forced)[1]
             np.testing.assert_allclose(got, expected[..., 0], rtol=1e-9, atol=1e-9)
 

@@ -8,14 +8,16 @@ import numpy as np
 import optax
 import pytest
 
-from dspark_jax.data.batches import Batch
+from dspark_jax.data.batches import Batch, Sample
+from dspark_jax.data.packing import micro_batches
 from dspark_jax.interop.drafter_tensors import abstract_drafter, drafter_module
 from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig, Rope
 from dspark_jax.models.drafter import Borrowed
 from dspark_jax.training.anchors import make_blocks
 from dspark_jax.training.features import Features
 from dspark_jax.training.losses import LossWeights
-from dspark_jax.training.step import Setup, TrainState, drafter_loss, train_step
+from dspark_jax.training.step import Setup, TrainState, drafter_loss
+from dspark_jax.training.update import train_step
 
 VOCAB, HIDDEN, LENGTH, STEPS = 11, 8, 16, 8
 ATTENTION = Attention(num_kv_heads=1, head_dim=4, rope=Rope(100.0), causal=False)
@@ -96,11 +98,17 @@ def test_a_resumed_run_goes_on_with_the_same_share(parts):
     """The share is a function of the state's step alone; half the run later the head has learnt."""
     params, borrowed, features, batch = parts
     setup = Setup(drafter_module(CONFIG), CURRICULUM, num_anchors=4, optimizer=optax.sgd(0.05))
+    samples = [Sample(i, 0, ids.tolist(), np.ones(LENGTH)) for i, ids in enumerate(batch.token_BxS)]
+    packs = micro_batches(samples, num_packs=2, num_anchors=4, blocks_at_once=3, seed=0)
+    padded = jax.tree.map(lambda a: jnp.pad(a, [(0, 0), (0, 48)] + [(0, 0)] * (a.ndim - 2)), features)
+
+    def source(part):
+        return jax.tree.map(lambda a: a[part.documents[0].row][None], padded)
 
     def run(state, steps):
         losses = []
         for _ in range(steps):
-            state, metrics = train_step(setup, borrowed, state, features, batch, jax.random.key(0))
+            state, metrics = train_step(setup, borrowed, state, source, packs)
             losses.append(float(metrics["loss"]))
         return jax.device_get(state), losses
 

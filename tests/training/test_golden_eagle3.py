@@ -19,7 +19,8 @@ from dspark_jax.models.drafter import Borrowed
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.training.eagle3 import Eagle3Loss, eagle3_loss, position_masks, training_time_test
 from dspark_jax.training.features import Features
-from dspark_jax.training.step import Setup, TrainState, train_step
+from dspark_jax.training.step import Setup, TrainState
+from dspark_jax.training.update import train_step
 
 # ------------------------------------------------------------------------------------------------- the golden arrays
 
@@ -216,7 +217,7 @@ def test_train_step():
     state = TrainState(case.params, setup.optimizer.init(case.params), jnp.zeros((), jnp.int32))
     losses = []
     for _ in range(8):
-        state, metrics = train_step(setup, case.borrowed, state, case.features, case.batch, jax.random.key(0))
+        state, metrics = train_step(setup, case.borrowed, state, lambda _: case.features, [case.batch])
         losses.append(float(metrics["loss"]))
     assert losses == sorted(losses, reverse=True) and int(state.step) == 8
     assert int(metrics["blocks"]) == int(metrics["sums"]["tau_greedy"][1]) > 0

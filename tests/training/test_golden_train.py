@@ -90,7 +90,9 @@ def test_every_gradient(case, loss_and_gradients):
     # Gemma4's layer scalars are constants of the checkpoint.
     scalars = {name for name in gradients if name.endswith("layer_scalar")}
     assert gradients.keys() - scalars == expected.keys() and not any(gradients[name] for name in scalars)
-    assert [name for name in expected if not close(gradients[name], expected[name])] == []
+    # A sum of signed errors that nearly cancel: the reference's float32 is 1.06 parts in 10^5 off what float64 gives.
+    tolerance = dict.fromkeys(expected, 1e-5) | {"confidence_head.proj.bias": 2e-5}
+    assert [name for name in expected if not close(gradients[name], expected[name], tolerance[name])] == []
 
 
 def test_features_of_our_own_target_are_the_references(case, x64):

@@ -1,6 +1,7 @@
 """The training door end to end on a tiny model: data, resume, interruption, errors."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from configs.base import get_base
 from dspark_jax.data.batches import Batches, draft_vocabulary
+from dspark_jax.decoding.engine import Engine
+from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import load_target
@@ -140,6 +144,77 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(chat_model, tmp_path):
     assert open_checkpoints(config).latest_step() == last
 
 
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def saves_once(save):
+    """Orbax's `save`, to which the disk is full from the second time on."""
+    left = iter([save])
+    return lambda *args, **options: next(left, full_disk)(*args, **options)
+
+
+def fails_at_the_end(wait):
+    """Orbax saves in the background, and may say so late."""
+
+    def call(manager):
+        wait(manager)
+        if manager.latest_step() == 6:
+            full_disk()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("method", "fails", "kept"), [("save", saves_once, 2), ("wait_until_finished", fails_at_the_end, 6)]
+)
+def test_a_disk_that_is_full_at_a_checkpoint_costs_only_the_steps_since_the_last(
+    unbroken, chat_model, tmp_path, monkeypatch, method, fails, kept
+):
+    config = tiny_config(chat_model, tmp_path / "run", 6)
+    config.data.prompts = unbroken[0].data.prompts
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, method, fails(getattr(ocp.CheckpointManager, method)))
+        with pytest.raises((UserError, OSError), match="the disk is full; the checkpoints before|No space left"):
+            train(config)
+    assert open_checkpoints(config).latest_step() == kept
+    assert load_drafter(train(config), load_target(chat_model))
+    assert losses(config.workdir) == {step: pytest.approx(loss) for step, loss in losses(unbroken[0].workdir).items()}
+
+
+def test_a_disk_that_is_full_at_a_metric_is_named_and_half_a_line_is_no_harm(unbroken, chat_model, tmp_path):
+    config = tiny_config(chat_model, tmp_path / "run", 6)
+    config.data.prompts = unbroken[0].data.prompts
+    metrics = Path(config.workdir) / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.symlink_to("/dev/full")
+    with pytest.raises(UserError, match="metrics.jsonl cannot be written: the disk is full; .* the same command"):
+        train(config)
+    metrics.unlink()
+    metrics.write_text('{"step": 0, "lo')
+    train(config)
+    assert losses(config.workdir) == {step: pytest.approx(loss) for step, loss in losses(unbroken[0].workdir).items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_drafter_that_knows_one_answer_by_heart_is_accepted_when_it_is_served(chat_model, tmp_path, optimizer):
+    """Training and serving agree on positions, masks and previous tokens, or few drafts would be accepted."""
+    config = tiny_config(chat_model, tmp_path / "run", 250)
+    Path(config.data.prompts).write_text('{"id": "0", "prompt": "question"}\n')
+    config.data.temperatures, config.data.max_answer_tokens, config.data.max_slots = (0.0,), 40, 1
+    config.train.batch_size, config.train.num_anchors, config.train.lr = 1, 40, 1e-2
+    config.train.optimizer, config.train.ema = optimizer, 0.9
+    config.train.ce_weight, config.train.checkpoint_every, config.train.log_every = 0.5, 1000, 250
+    target = load_target(chat_model)
+    drafter = load_drafter(train(config), target)
+    answer = json.loads((tmp_path / "run" / "answers.jsonl").read_text())
+    engine = Engine(target, drafter, strategy="fixed:4", max_slots=1)
+    params = SamplingParams(temperature=0.0, max_tokens=len(answer["answer_ids"]))
+    (out,) = engine.generate([answer["prompt_ids"]], params)
+    assert len(set(out.token_ids)) > 5  # no loop of a few tokens, which would be easy
+    assert out.token_ids == answer["answer_ids"] and out.tokens_per_round > 4.4
+
+
 def test_another_config_in_the_same_workdir_is_refused_by_name(unbroken):
     other = unbroken[0].copy_and_resolve_references()
     other.train.lr = 1.0
@@ -197,6 +272,23 @@ def test_a_drafter_that_cannot_be_is_refused_before_any_work(chat_model, tmp_pat
     with pytest.raises(UserError, match=message):
         train(config)
     assert not (tmp_path / "run" / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "sgd"}, "unknown train.optimizer 'sgd'"),
+        ({"ema": 1.0}, "train.ema=1.0"),
+        ({"dpace": 1.5}, "train.dpace=1.5"),
+        ({"curriculum": 2.0}, "train.curriculum=2.0"),
+    ],
+)
+def test_training_that_cannot_be_is_refused_before_any_work(chat_model, tmp_path, change, message):
+    config = tiny_config(chat_model, tmp_path / "run", 2)
+    config.train.update(change)
+    with pytest.raises(UserError, match=message):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_drafter_configs_are_hashable(unbroken, chat_model):

@@ -1,0 +1,67 @@
+"""Training on meshes of eight virtual devices; `test_mesh.py` runs this file in a process that has them."""
+
+import os
+import signal
+
+import jax
+import pytest
+
+from dspark_jax.interop.target_io import load_target
+from dspark_jax.parallel import make_mesh
+from dspark_jax.training import loop
+from dspark_jax.training.sharding import SMALL
+from tests.training.mesh_runs import answered_config, rows_of
+
+
+def train(config, mesh, monkeypatch, stop_after=None):
+    """The metrics of every step, and the last state. `stop_after`: a step after which the run gets a SIGTERM."""
+    config = config.copy_and_resolve_references()
+    config.mesh, states, step = mesh, [], loop.train_step
+
+    def spied(*args):
+        state, metrics = step(*args)
+        states[:] = [state]
+        if int(state.step) == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return state, metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", spied)
+        if stop_after:
+            with pytest.raises(KeyboardInterrupt, match=f"stopped after step {stop_after} of"):
+                loop.train(config)
+        else:
+            loop.train(config)
+    return rows_of(config), states[0]
+
+
+def same(rows, others):
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        got = {**row, **row.get("validation", {})}
+        for name, value in {**other, **other.get("validation", {})}.items():
+            if name not in ("blocks_per_second", "validation", "step"):
+                assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (row["step"], name)
+
+
+@pytest.fixture(scope="module")
+def alone(chat_model, tmp_path_factory):
+    """A run without a mesh: three sequences a step, so that most of eight devices have no data."""
+    folder = tmp_path_factory.mktemp("alone")
+    config = answered_config(chat_model, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        return config, train(config, "", patch)[0]
+
+
+def moved(config, folder):
+    config = config.copy_and_resolve_references()
+    config.workdir = str(folder / "run")
+    return config
+
+
+@pytest.mark.parametrize("mesh", ["8x1", "2x4"])
+def test_a_mesh_has_the_losses_of_one_device_and_stores_its_part_of_the_state(alone, tmp_path, monkeypatch, mesh):
+    rows, state = train(moved(alone[0], tmp_path), mesh, monkeypatch)
+    same(rows, alone[1])
+    large = [a for a in jax.tree.leaves((state.params, state.opt_state)) if a.size >= SMALL]
+    assert len(large) > 10 and all(a.addressable_shards[0].data.size * 8 == a.size for a in large)
