@@ -51,6 +51,10 @@ class Machine(NamedTuple):
     def compiles(self) -> bool:
         return bool(self.devices)
 
+    def holding(self, size: int) -> "Machine":
+        """This machine, compiling nothing where `size` bytes a device are too many already."""
+        return self if size <= self.chip.memory else self._replace(devices=())
+
     def mesh(self, sizes: str, num_kv_heads: int) -> Mesh | AbstractMesh:
         """The mesh of a config's line "DATAxMODEL"; "": as many devices share the heads as divide them, and the rest
         are `data`. UserError where there are fewer devices.

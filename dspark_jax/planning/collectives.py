@@ -10,10 +10,15 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
+_CONDITION = re.compile(r" while\(.*condition=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
-_TRIPS = re.compile(r'known_trip_count[^}]*?"n":"?(\d+)')
-_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[(\d+),(\d+)\])")
+# A loop that counts up from 0, as a scan does, ends where its counter reaches a constant.
+_END = re.compile(r"ROOT .* compare\([^,]*?%[\w.\-]+, [^,]*?%([\w.\-]+)\), direction=LT")
+# Who takes part together: lists of devices, a grid of them, or some axes of a mesh.
+_LISTS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_GRID = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
 class Sent(NamedTuple):
@@ -66,7 +71,7 @@ def _of(name: str, lines: dict[str, list[str]], devices: int, loops: tuple[float
         if sent:
             add({kind: sent})
             continue  # what it calls adds two numbers
-        times, inner = _loop(line, loops)
+        times, inner = _loop(line, lines, loops)
         for called in _CALLED.findall(line):
             add(_of(called, lines, devices, inner), times)
         branches = [n.strip(" %") for many, one in _BRANCHES.findall(line) for n in (many or one).split(",")]
@@ -79,11 +84,14 @@ def _bytes_of(found: Traffic) -> float:
     return sum(sent.bytes for sent in found.values())
 
 
-def _loop(line: str, loops: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
+def _loop(line: str, lines: dict[str, list[str]], loops: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
     """How often what a line calls runs, and what is left for the loops in it."""
-    if " while(" not in line:
+    condition = _CONDITION.search(line)
+    if not condition:
         return 1, loops
-    known = _TRIPS.search(line)
+    text = "\n".join(lines.get(condition[1], ()))
+    end = _END.search(text)
+    known = end and re.search(rf"%{re.escape(end[1])} = .*? constant\((\d+)\)", text)
     return (int(known[1]), loops) if known else (loops[0] if loops else 1, loops[1:])
 
 
@@ -102,10 +110,11 @@ def _collective(line: str, devices: int) -> tuple[str, Sent | None]:
 
 def _group(line: str) -> int:
     """Devices that take part in one collective together; 0: it does not say."""
-    found = _GROUPS.search(line)
-    if not found:
-        return 0
-    return int(found[3]) if found[3] else len(found[1].split(",")) if found[1] else 0
+    lists, grid, axes = (form.search(line) for form in (_LISTS, _GRID, _AXES))
+    if axes:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'([^']*)'", axes[2]))
+    return int(grid[1]) if grid else len(lists[1].split(",")) if lists else 0
 
 
 def _bytes(dtype: str, dims: str) -> int:

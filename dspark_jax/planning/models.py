@@ -121,9 +121,7 @@ def replicated(tree: Any, mesh: AnyMesh) -> Any:
 
 def place_params(params: Any, config: DecoderConfig, mesh: AnyMesh) -> Any:
     """A target's or a drafter's parameters, or an optimizer's state of them, as `parallel` shares weights out."""
-    return place_tree(
-        params, lambda path, a: placed(a, mesh, weight_spec(tuple(path), a.shape, config.heads, mesh))
-    )
+    return place_tree(params, lambda path, a: placed(a, mesh, weight_spec(tuple(path), a.shape, config.heads, mesh)))
 
 
 def place_tables(tables: Borrowed, mesh: AnyMesh, reduced: bool) -> Borrowed:

@@ -2,6 +2,7 @@
 
 import re
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,9 @@ def examine(
         return Program(work, None, {}, 0.0, 0.0)
     start = time.monotonic()
     try:
-        with on(mesh):
+        with on(mesh), warnings.catch_warnings():
+            # What is compiled for a machine that is not here cannot be loaded from the cache again.
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
             compiled = jitted.lower(*args, **static).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -97,28 +97,33 @@ class Plan:
 
 
 def print_plan(plan: Plan) -> None:
-    console, how = rich.console.Console(), "compiled" if plan.compiled else "counted"
-    title = f"{plan.what}: {plan.setting}; {plan.mesh}"
-    table = rich.table.Table("on each device", "GiB", "", title=title, title_justify="left")
+    """The plan as a table and some lines, each number with where it is from."""
+    console = rich.console.Console(highlight=False)
+    table = rich.table.Table("on each device", "GiB", "from")
     for name, size in plan.parts.items():
-        table.add_row(name, _gib(size), "shapes")
+        table.add_row(name, f"{size / GIB:.3f}", "shapes")
     known = plan.temporary is not None
-    table.add_row("temporaries", _gib(plan.temporary) if known else "?", "compiled" if known else "not compiled")
+    table.add_row(
+        "temporaries", f"{plan.temporary / GIB:.3f}" if known else "?", "compiler" if known else "not compiled"
+    )
+    print(f"\n{plan.what}: {plan.setting} ({plan.mesh})")
     console.print(table)
-    console.print(plan.verdict, highlight=False)
-    for kind, sent in plan.traffic.items():
-        console.print(f"  {sent.count:.0f} × {kind}, {sent.bytes / 1e6:.1f} MB sent (compiled)", highlight=False)
+    print(plan.verdict)
     if plan.refusal:
         return
+    for kind, sent in plan.traffic.items():
+        print(f"{sent.count:.0f} × {kind}, {_bytes(sent.bytes)} sent by each device (compiled)")
+    links = f"{_time(plan.link_seconds)} of collectives (compiled)" if plan.compiled else "collectives not known"
     unit, each = plan.rate
-    work = f"{1e3 * plan.work_seconds:.2f} ms of products (counted)"
-    links = (
-        f" + {1e3 * plan.link_seconds:.2f} ms of collectives ({how})" if plan.compiled else ", collectives not counted"
-    )
-    console.print(
-        f"{plan.what}: {1e3 * plan.seconds:.2f} ms = {work}{links}, {each / plan.seconds:.0f} {unit}", highlight=False
-    )
+    print(f"{_time(plan.seconds)}: {_time(plan.work_seconds)} of products (counted), {links}")
+    print(f"{each / plan.seconds:.0f} {unit}")
+    if plan.compiled:
+        print(f"compiling took {plan.compile_seconds:.0f} s")
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3f}"
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

@@ -43,13 +43,14 @@ def plan_serving(config: ConfigDict, machine: Machine, context: int, tokens_per_
     weights = _placed_weights(engine, drafter, mesh)
     caches = Caches(place_pools(caches.target, mesh), place_pools(caches.draft, mesh))
     slots = replicated(slots, mesh)
+    parts = _parts(engine, target, weights, caches, slots)
+    machine = machine.holding(sum(parts.values()))
     program = examine(
         machine, mesh, decode, engine.models, engine.policy, weights, caches, slots, None, active=engine.max_slots,
         drafts=engine.drafts, context_pages=pages, rounds=engine.rounds,
     )  # fmt: skip
     gained = min(tokens_per_round, engine.drafts + 1)
     setting = f"{engine.max_slots} requests, {context} tokens behind each, {engine.drafts} drafts"
-    parts = _parts(engine, target, weights, caches, slots)
     plan = Plan.of("serving round", setting, machine, mesh, parts, [(1, program)])
     unit = f"tokens/s at {gained:g} tokens per round"
     return plan.with_rate(unit, engine.max_slots * gained).with_advice(_advice(plan, machine))

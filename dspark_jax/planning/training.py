@@ -48,19 +48,18 @@ def plan_training(config: ConfigDict, machine: Machine) -> Plan:
     tables = place_tables(drafter.borrowed, mesh, drafter.config.reduced)
     batch = _batch(config, sequences, mesh, padded=isinstance(setup.drafter, Eagle3))
     features = _features(target, batch, mesh)
-    programs = _programs(config, machine, mesh, target, frozen, setup, tables, state, features, batch)
-    gradients = bytes_of(state.params)
+    gradients, own_head = bytes_of(state.params), not target.config.tied or drafter.config.reduced
     parts = {
         "target weights": bytes_of(frozen),
-        "drafter's copy of the head": bytes_of(tables.head_VdxH)
-        if not target.config.tied or drafter.config.reduced
-        else 0,
+        "drafter's copy of the head": bytes_of(tables.head_VdxH) if own_head else 0,
         "drafter weights, float32": bytes_of(state.params),
         "optimizer": bytes_of(state.opt_state),
         "gradients": gradients * (2 if t.micro_steps > 1 else 1),  # those added up, and a micro-batch's
         "features of a micro-batch": bytes_of(features),
     }
-    setting = f"{t.batch_size} sequences of {config.data.max_length} tokens in {t.micro_steps} micro-steps"
+    machine = machine.holding(sum(parts.values()))
+    programs = _programs(config, machine, mesh, target, frozen, setup, tables, state, features, batch)
+    setting = f"{t.batch_size} sequences of {config.data.max_length} tokens in {t.micro_steps} micro-steps, all full"
     plan = Plan.of("training step", setting, machine, mesh, parts, programs)
     unit, each = ("blocks/s", t.num_anchors) if hasattr(batch, "anchor_DxCxN") else ("sequences/s", 1)
     return plan.with_rate(unit, t.batch_size * each).with_advice(_advice(plan, machine, sequences))

@@ -68,11 +68,19 @@ HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
 %layer (p: (s32[], bf16[4,96])) -> (s32[], bf16[4,96]) {
   %all-reduce.1 = bf16[4,96]{1,0:T(8,128)(2,1)} all-reduce(%fusion), replica_groups={{0,1},{2,3}}, to_apply=%add
-  %ag = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
+  %ag = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p), replica_groups=mesh['axis_0'=1,'axis_1'=8] {'axis_1'}
 }
 
 %cond (p: (s32[], bf16[4,96])) -> pred[] {
-  ROOT %lt = pred[] compare(%i, %n), direction=LT
+  %n = s32[]{:T(128)} constant(36), metadata={op_name="x"}
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={op_name="y"}
+}
+
+%until (p: (s32[], bf16[4,96])) -> pred[] {
+  %n = s32[]{:T(128)} get-tuple-element(%p), index=1
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
 }
 
 %few (a: f32[2]) -> f32[2] {
@@ -80,12 +88,12 @@ HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 }
 
 %many (a: f32[2]) -> f32[2] {
-  %rs = f32[2]{0} reduce-scatter(%a), replica_groups={{0,1,2,3}}, to_apply=%add
+  %rs = f32[2]{0} reduce-scatter(%a), replica_groups=[2,4]<=[8], to_apply=%add
 }
 
 ENTRY %main.5 (x: f32[8]) -> f32[8] {
-  %w = (s32[], bf16[4,96]) while(%t), condition=%cond, body=%layer, backend_config={"known_trip_count":{"n":"36"}}
-  %v = (s32[], bf16[4,96]) while(%t), condition=%cond, body=%layer
+  %w = (s32[], bf16[4,96]) while(%t), condition=%cond, body=%layer, metadata={op_name="z"}
+  %v = (s32[], bf16[4,96]) while(%t), condition=%until, body=%layer
   %c = f32[2] conditional(%i, %a, %b), branch_computations={%few, %many}
 }
 """

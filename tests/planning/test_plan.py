@@ -27,8 +27,8 @@ def get_config():
     c.drafter.num_layers, c.drafter.block_size, c.drafter.tap_layers = 1, 3, (0, 2)
     c.drafter.mask_token, c.drafter.markov_rank = "<|mask|>", 4
     c.data.max_length = 64
-    c.train.batch_size, c.train.num_anchors, c.train.blocks_at_once, c.train.micro_steps = 4, 4, 4, 2
-    c.serve.drafter, c.serve.max_slots, c.serve.strategy = "trained", 4, "fixed:3"
+    c.train.batch_size, c.train.num_anchors, c.train.blocks_at_once, c.train.micro_steps = 8, 4, 4, 2
+    c.serve.drafter, c.serve.max_slots, c.serve.strategy = "trained", 4, "auto"
     return c
 """
 
@@ -74,9 +74,9 @@ def test_a_mesh_shares_out_what_divides(config):
         2 * one.parts["drafter weights, float32"] < one.parts["optimizer"] < 2.1 * one.parts["drafter weights, float32"]
     )
     assert one.operations == two.operations
-    # Twice the blocks at a time, and half the parts: the same work.
+    # Twice the blocks at a time, and half the parts, which repeat less.
     config.train.blocks_at_once = 8
-    assert plan_training(config, parse_machine("h100:1")).operations == pytest.approx(one.operations, rel=0.05)
+    assert one.operations / 2 < plan_training(config, parse_machine("h100:1")).operations < one.operations
 
 
 def test_more_of_everything_takes_longer(config):
@@ -108,7 +108,7 @@ def test_an_unknown_machine_is_named_with_the_known_ones(text):
 
 def test_sizes_that_do_not_go_together_are_one_line(config):
     config.train.micro_steps = 3
-    with pytest.raises(UserError, match="train.batch_size=4 does not divide"):
+    with pytest.raises(UserError, match="train.batch_size=8 does not divide"):
         plan_training(config, parse_machine("h100:1"))
     config.mesh = "4x4"
     with pytest.raises(UserError, match="a mesh of 4x4 needs 16 devices, h100:8 has 8"):
@@ -121,10 +121,20 @@ def test_the_door_wants_a_topology(config_file):
 
 
 @needs_libtpu
+def test_the_real_round_is_compiled_for_a_tpu(config):
+    config.target.dtype = "bfloat16"
+    plan = plan_serving(config, parse_machine("v5e:2x4"), 64, 2)
+    assert plan.compiled and plan.fits and plan.temporary > 0 and plan.mesh == "data=4,model=2"
+    # Of every layer's rows, twice, and the drafter's: the bodies of loops count as often as they run.
+    assert plan.traffic["all-reduce"].count > 2 * 3 + 2 * 1 and plan.link_seconds > 0
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_the_real_programs_are_compiled_for_a_tpu(config_file, tmp_path, capsys):
     out = tmp_path / "plan.json"
-    door.main(["plan", f"--config={config_file}", "--topology=v5e:2x4", "--context=64", f"--json={out}",
-               "--config.target.dtype=bfloat16"])  # fmt: skip
+    config_file.write_text(config_file.read_text().replace("float32", "bfloat16"))
+    door.main(["plan", f"--config={config_file}", "--topology=v5e:2x4", "--context=64", f"--json={out}"])
     report = json.loads(out.read_text())
     assert report["topology"] == "v5e:2x4" and [p["what"] for p in report["plans"]] == [
         "serving round",
