@@ -12,6 +12,7 @@ from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.round import decode
 from dspark_jax.decoding.sampling import SlotSampling
 from dspark_jax.decoding.state import Caches, Slots, Weights
+from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.planning.chips import Machine
@@ -34,12 +35,18 @@ def plan_serving(config: ConfigDict, machine: Machine, context: int, tokens_per_
     """A round of `serve.max_slots` requests with `context` tokens behind each; it verifies whole blocks.
 
     `tokens_per_round`: what a request is assumed to gain by one, bonus included; at most what a block can give.
+    UserError where the config's engine does not hold so many tokens.
     """
     target, own = abstract_models(config)
     drafter = served_drafter(config, target, own)
     mesh = machine.mesh(config.mesh, max(kind.num_kv_heads for kind in target.config.attention))
     engine, caches, slots = abstract_engine(config, target, drafter, mesh)
-    pages = min(-(-context // engine.page_size), engine.pages.total)
+    rows = engine.pages.total * engine.page_size
+    if context > min(engine.context, rows // engine.max_slots):
+        raise UserError(
+            f"--context={context}: the engine of this config holds {rows} tokens in all, {engine.context} of a "
+            f"request, and has serve.max_slots={engine.max_slots}: lower one of them"
+        )
     weights = _placed_weights(engine, drafter, mesh)
     caches = Caches(place_pools(caches.target, mesh), place_pools(caches.draft, mesh))
     slots = replicated(slots, mesh)
@@ -47,7 +54,7 @@ def plan_serving(config: ConfigDict, machine: Machine, context: int, tokens_per_
     machine = machine.holding(sum(parts.values()))
     program = examine(
         machine, mesh, decode, engine.models, engine.policy, weights, caches, slots, None, active=engine.max_slots,
-        drafts=engine.drafts, context_pages=pages, rounds=engine.rounds,
+        drafts=engine.drafts, context_pages=engine.context_pages(context), rounds=engine.rounds,
     )  # fmt: skip
     gained = min(tokens_per_round, engine.drafts + 1)
     setting = f"{engine.max_slots} requests, {context} tokens behind each, {engine.drafts} drafts"

@@ -110,6 +110,8 @@ def test_sizes_that_do_not_go_together_are_one_line(config):
     config.train.micro_steps = 3
     with pytest.raises(UserError, match="train.batch_size=8 does not divide"):
         plan_training(config, parse_machine("h100:1"))
+    with pytest.raises(UserError, match="--context=1025: the engine of this config holds 4096 tokens"):
+        plan_serving(config, parse_machine("h100:1"), 1025, 2)
     config.mesh = "4x4"
     with pytest.raises(UserError, match="a mesh of 4x4 needs 16 devices, h100:8 has 8"):
         plan_serving(config, parse_machine("h100:8"), 64, 2)
