@@ -1,6 +1,5 @@
 """Compiling programs for a machine that is not here, and what comes out of it."""
 
-import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dspark_jax.planning.collectives import Traffic, traffic
 from dspark_jax.planning.counting import Product, products
 from dspark_jax.planning.models import AnyMesh
 
-_TOO_MUCH = re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?)")
+_TOO_MUCH = "RESOURCE_EXHAUSTED: "
 
 
 class Program(NamedTuple):
@@ -25,7 +24,6 @@ class Program(NamedTuple):
     work: list[Product]
     temporary: int | None
     traffic: Traffic
-    operations_once: float  # on one device by XLA's count, which has the bodies of loops once
     seconds: float  # that compiling took
     refusal: str = ""
 
@@ -40,7 +38,7 @@ def examine(
     bare = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype) if _is_shape(a) else a, args)
     work = products(jitted.trace(*bare, **static).jaxpr, loops)
     if not machine.compiles:
-        return Program(work, None, {}, 0.0, 0.0)
+        return Program(work, None, {}, 0.0)
     start = time.monotonic()
     try:
         with on(mesh), warnings.catch_warnings():
@@ -48,22 +46,13 @@ def examine(
             warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
             compiled = jitted.lower(*args, **static).compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        _, too_much, why = str(error).partition(_TOO_MUCH)
+        if not too_much:
             raise
-        return Program(work, None, {}, 0.0, time.monotonic() - start, _too_much(str(error)))
-    memory = compiled.memory_analysis()
-    costs = compiled.cost_analysis() or {}
-    return Program(
-        work, memory.temp_size_in_bytes, traffic(compiled.as_text(), mesh.size, loops),
-        costs.get("flops", 0.0), time.monotonic() - start,
-    )  # fmt: skip
+        return Program(work, None, {}, time.monotonic() - start, f"compiler: {why.splitlines()[0].rstrip('.')}")
+    sent = traffic(compiled.as_text(), mesh.size, loops)
+    return Program(work, compiled.memory_analysis().temp_size_in_bytes, sent, time.monotonic() - start)
 
 
 def _is_shape(a: Any) -> bool:
     return isinstance(a, jax.ShapeDtypeStruct)
-
-
-def _too_much(message: str) -> str:
-    found = _TOO_MUCH.search(message)
-    used = f"it would use {found[1]} of {found[2]} bytes" if found else message.splitlines()[0][:160]
-    return f"the compiler refuses it: {used}"

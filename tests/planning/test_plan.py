@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dspark_jax import plan as door
@@ -12,7 +13,9 @@ from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.target_io import load_target
 from dspark_jax.planning import chips
 from dspark_jax.planning.chips import parse_machine
-from dspark_jax.planning.models import abstract_models
+from dspark_jax.planning.models import abstract_models, placed
+from dspark_jax.planning.program import examine
+from dspark_jax.planning.report import Plan
 from dspark_jax.planning.serving import plan_serving
 from dspark_jax.planning.training import plan_training
 from dspark_jax.serving import make_engine
@@ -147,6 +150,17 @@ def test_the_real_programs_are_compiled_for_a_tpu(config_file, tmp_path, capsys)
         assert plan["traffic"] and plan["link_seconds"] > 0 and plan["rate"]["per_second"] > 0
     printed = capsys.readouterr().out
     assert "fits: " in printed and "blocks/s" in printed and "a cache of features instead" in printed
+
+
+@needs_libtpu
+def test_a_program_that_the_compiler_refuses_does_not_fit():
+    machine = parse_machine("v5e:2x2")
+    mesh = machine.mesh("1x1", 1)
+    sorted_product = jax.jit(lambda x: jnp.sum(jnp.sort(jnp.outer(x, x) @ jnp.outer(x, x), axis=0)[::7]))
+    program = examine(machine, mesh, sorted_product, placed(jax.ShapeDtypeStruct((100_000,), jnp.float32), mesh))
+    plan = Plan.of("step", "", machine, mesh, {}, [(1, program)]).with_advice("lower it")
+    assert program.temporary is None and not plan.fits
+    assert "compiler: Ran out of memory" in plan.verdict and plan.verdict.endswith("; lower it")
 
 
 @needs_libtpu
