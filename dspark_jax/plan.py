@@ -27,15 +27,17 @@ def main(argv: list[str]) -> None:
     config, given = parse_config(argv, define)
     if not given.topology:
         raise UserError(f"which machine? give --topology: {KNOWN}")
-    machine = parse_machine(given.topology)
-    with Progress("plans", 2) as progress:
-        plans = [plan_serving(config, machine, given.context, given["tokens-per-round"].value)]
-        progress.advance(1)
-        plans.append(plan_training(config, machine))
-        progress.advance(1)
+    machine, gained = parse_machine(given.topology), given["tokens-per-round"].value
     print(f"{config.target.path} on {machine.name}: {machine.count} × {machine.chip.device}")
-    for plan in plans:
-        print_plan(plan)
+    plans = []
+    with Progress("plans", 2) as progress:
+        for make in (
+            lambda: plan_serving(config, machine, given.context, gained),
+            lambda: plan_training(config, machine),
+        ):
+            plans.append(make())
+            print_plan(plans[-1])
+            progress.advance(1)
     print(cache_line(config))
     if given.json:
         write_json(given.json, {"target": config.target.path, "topology": machine.name,

@@ -125,6 +125,13 @@ def test_the_door_wants_a_topology(config_file):
         door.main(["plan", f"--config={config_file}"])
 
 
+def test_a_gpu_gets_shapes_and_counted_times(config_file, capsys):
+    door.main(["plan", f"--config={config_file}", "--topology=h100:2", "--context=64", "--tokens-per-round=2"])
+    printed = capsys.readouterr().out
+    assert "2 × NVIDIA H100" in printed and "temporaries not counted" in printed and "collectives not known" in printed
+    assert "tokens/s at 2 tokens per round" in printed and "blocks/s" in printed and "(compiled)" not in printed
+
+
 @needs_libtpu
 def test_the_real_round_is_compiled_for_a_tpu(config):
     config.target.dtype = "bfloat16"
