@@ -53,12 +53,18 @@ def parse_mesh(text: str, together: bool = False) -> Mesh | None:
     """
     if together and jax.process_count() > 1:
         text = text or f"{jax.device_count()}x1"
+    sizes = mesh_sizes(text)
+    return make_mesh(*sizes, together) if sizes else None
+
+
+def mesh_sizes(text: str) -> tuple[int, int] | None:
+    """The two sizes of such a line."""
     if not text:
         return None
     sizes = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
     if not sizes:
         raise UserError(f"mesh {text!r}: write it DATAxMODEL, as 1x8 for eight devices that share a model's heads")
-    return make_mesh(int(sizes[1]), int(sizes[2]), together)
+    return int(sizes[1]), int(sizes[2])
 
 
 def start_processes(text: str) -> tuple[int, int]:

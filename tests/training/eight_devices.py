@@ -6,8 +6,6 @@ import signal
 import jax
 import pytest
 
-from dspark_jax.interop.target_io import load_target
-from dspark_jax.parallel import make_mesh
 from dspark_jax.training import loop
 from dspark_jax.training.sharding import SMALL
 from tests.training.mesh_runs import answered_config, rows_of
