@@ -12,6 +12,7 @@ COMMANDS = {
     "bench": ("dspark_jax.evaluation.bench", "times of steps and rounds as ratios, measured against transformers"),
     "export": ("dspark_jax.export", "writes the drafter as the checkpoint that DeepSpec, vLLM, SGLang or others load"),
     "profile": ("dspark_jax.profile", "measures what rounds cost here, for the scheduler"),
+    "plan": ("dspark_jax.plan", "memory and time on a TPU or GPU that is not here, from its compiler and by counting"),
     "prepare": ("dspark_jax.prepare", "lets the target answer prompts to train on, here or on servers"),
     "calibrate": ("dspark_jax.calibrate", "fits the confidence head's temperatures on held-out prompts"),
     "prepare-features": ("dspark_jax.prepare_features", "writes the target's features of the answers into a cache"),

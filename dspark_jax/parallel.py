@@ -53,12 +53,18 @@ def parse_mesh(text: str, together: bool = False) -> Mesh | None:
     """
     if together and jax.process_count() > 1:
         text = text or f"{jax.device_count()}x1"
+    sizes = mesh_sizes(text)
+    return make_mesh(*sizes, together) if sizes else None
+
+
+def mesh_sizes(text: str) -> tuple[int, int] | None:
+    """The two sizes of such a line."""
     if not text:
         return None
     sizes = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
     if not sizes:
         raise UserError(f"mesh {text!r}: write it DATAxMODEL, as 1x8 for eight devices that share a model's heads")
-    return make_mesh(int(sizes[1]), int(sizes[2]), together)
+    return int(sizes[1]), int(sizes[2])
 
 
 def start_processes(text: str) -> tuple[int, int]:
@@ -187,16 +193,18 @@ def placement(heads: Sequence[tuple[int, int]], mesh: Mesh | None, copies: bool 
     if mesh is None:
         return lambda path, array: jnp.asarray(array)
     if copies:
-        row = AbstractMesh((1, mesh.shape["model"]), mesh.axis_names, axis_types=mesh.axis_types)
-        spec = lambda path, shape: _without_data(weight_spec(tuple(path), shape, heads, row))  # noqa: E731
-        return lambda path, array: shared_out(array, mesh, spec(path, array.shape))
+        return lambda path, array: shared_out(array, mesh, row_spec(path, array.shape, heads, mesh))
     return lambda path, array: jax.device_put(
         array, NamedSharding(mesh, weight_spec(tuple(path), array.shape, heads, mesh))
     )
 
 
-def _without_data(spec: P) -> P:
-    return P(*("model" if axes and "model" in axes else None for axes in spec))
+def row_spec(
+    path: Sequence[Any], shape: Sequence[int], heads: Sequence[tuple[int, int]], mesh: Mesh | AbstractMesh
+) -> P:
+    """As `weight_spec`, over `model` alone: every row of `data` has the whole parameter."""
+    row = AbstractMesh((1, mesh.shape["model"]), mesh.axis_names, axis_types=mesh.axis_types)
+    return P(*("model" if axes else None for axes in weight_spec(tuple(path), shape, heads, row)))
 
 
 def shared_out(array: np.ndarray | jax.Array, mesh: Mesh, spec: P) -> jax.Array:

@@ -23,17 +23,18 @@ def libtpu_installed() -> bool:
 
 
 @functools.cache
-def _topology(chip: str) -> Any:
+def topology(name: str) -> tuple[Any, ...]:
+    """The devices of a topology by libtpu's name, as "v5e:2x4": they compile and cannot run."""
     # Else libtpu asks the cloud's metadata server what host this is, and a lock file lets in one process at a time.
     unasked = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for name, value in (unasked | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
-        os.environ.setdefault(name, value)
-    return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
+    for variable, value in (unasked | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
+        os.environ.setdefault(variable, value)
+    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
 
 
 def tpu_mesh(chip: str, shape: tuple[int, ...] = (1, 1), names: tuple[str, ...] = ("data", "model")) -> Mesh:
     """A mesh of chips that compile and cannot run."""
-    devices = _topology(chip).devices[: math.prod(shape)]
+    devices = topology(TPUS[chip])[: math.prod(shape)]
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 

@@ -14,9 +14,7 @@ slower. H100: counts of the program for one TPU chip, with the GPU's rates.
 
 import argparse
 import functools
-import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,48 +26,41 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.decoding.caches import empty_pools, view_pools
 from dspark_jax.decoding.sampling import argmax
 from dspark_jax.interop.drafter_io import init_drafter
-from dspark_jax.interop.families import decoder_config
 from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.config import DecoderConfig, DrafterConfig, draft_decoder
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.heads import MarkovHead
 from dspark_jax.models.layers import DecoderLayer, Layer, rope_tables
 from dspark_jax.models.target import Decoder
+from dspark_jax.planning.chips import CHIPS, Chip
+from dspark_jax.planning.collectives import sent_bytes
+from dspark_jax.planning.models import KNOWN
 from dspark_jax.scheduling.cost_model import CostTable, Stamp, Time, profile, save_table
 from pallas_kernels.ragged_attention import ragged_rows
+from pallas_kernels.targets import topology
 
 PAGE = 128  # rows
 SLOTS, CONTEXTS = (1, 4, 16, 64, 256), (1024,)
 DTYPE = jnp.bfloat16
 
-QWEN3_8B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 40960,
-}  # fmt: skip
 
+class Chips(NamedTuple):
+    """Some chips, and the TPU that the programs are compiled for."""
 
-class Chip(NamedTuple):
-    """Public rates of a chip (Google's TPU pages, NVIDIA's H100 SXM data sheet), and what is compiled for it."""
-
-    device: str
-    topology: str  # of the TPU that the programs are compiled for
+    chip: Chip
+    topology: str
     count: int
-    operations: float  # a second, bfloat16, dense
-    bandwidth: float  # bytes a second of its memory
-    links: float  # bytes a second that it sends to the other chips
 
 
-CHIPS = {
-    "v5e-8": Chip("TPU v5e", "v5e:2x4", 8, 197e12, 819e9, 200e9),
-    "v6e-8": Chip("TPU v6e", "v6e:2x4", 8, 918e12, 1640e9, 400e9),
-    "h100": Chip("NVIDIA H100 SXM", "v5e:2x4", 1, 989e12, 3350e9, math.inf),
+MACHINES = {
+    "v5e-8": Chips(CHIPS["v5e"], "v5e:2x4", 8),
+    "v6e-8": Chips(CHIPS["v6e"], "v6e:2x4", 8),
+    "h100": Chips(CHIPS["h100"], "v5e:2x4", 1),
 }
 
 
@@ -83,16 +74,16 @@ class Models(NamedTuple):
 
 def qwen3_8b() -> Models:
     """Qwen3-8B with the paper's drafter: five layers, five taps, blocks of seven."""
-    target = decoder_config(QWEN3_8B)
+    target = KNOWN["Qwen/Qwen3-8B"]
     drafter = DrafterConfig(draft_decoder(target, 5), 7, 151669, (1, 9, 17, 25, 33), 36, target.vocab_size)
     return Models("Qwen3-8B", target, drafter)
 
 
-def computed_table(models: Models, chip: Chip, slots: tuple[int, ...], contexts: tuple[int, ...]) -> CostTable:
+def computed_table(models: Models, chips: Chips, slots: tuple[int, ...], contexts: tuple[int, ...]) -> CostTable:
     """The table of a chip's mesh. Its stamp says "computed", so that no engine serves by it."""
-    parts = Parts(models, chip)
+    parts = Parts(models, chips)
     stamp = Stamp(
-        chip.device, chip.count, f"model={chip.count}", models.name, "computed", "computed", "bfloat16",
+        chips.chip.device, chips.count, f"model={chips.count}", models.name, "computed", "computed", "bfloat16",
         jax.__version__, "computed",
     )  # fmt: skip
 
@@ -116,9 +107,9 @@ class Counts(NamedTuple):
 class Parts:
     """Seconds of a round's parts on a mesh of absent chips; every program is compiled once."""
 
-    def __init__(self, models: Models, chip: Chip):
-        self.models, self.chip = models, chip
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[: chip.count]
+    def __init__(self, models: Models, chips: Chips):
+        self.models, self.chip, self.count = models, chips.chip, chips.count
+        devices = topology(chips.topology)[: chips.count]
         self.mesh = Mesh(np.array(devices), ("model",))
         tokens = jnp.zeros(1, jnp.int32)
         init = functools.partial(Decoder(models.target).init, attend=lambda layer, q, k, v: q)
@@ -210,7 +201,7 @@ class Parts:
         compiled = jax.jit(part).lower(*arguments).compile()
         memory = compiled.memory_analysis()
         touched = memory.argument_size_in_bytes + memory.output_size_in_bytes + 2 * memory.temp_size_in_bytes
-        return Counts(compiled.cost_analysis()["flops"], touched, sent_bytes(compiled.as_text(), self.chip.count))
+        return Counts(compiled.cost_analysis()["flops"], touched, sent_bytes(compiled.as_text(), self.count))
 
     def _seconds(self, counts: Counts) -> float:
         """What the chip's rates allow."""
@@ -237,31 +228,13 @@ def _split(path: tuple[Any, ...]) -> PartitionSpec:
     return SPLIT if any(part in name for part in ("embedding", "markov_w2")) else PartitionSpec()
 
 
-_COLLECTIVE = re.compile(r"= (\(?[^=]*?\)?) (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(")
-_SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
-
-
-def sent_bytes(hlo: str, chips: int) -> float:
-    """Bytes that a chip sends for a program's collectives, as rings do them; nothing overlaps with anything."""
-    total = 0.0
-    for shapes, kind in _COLLECTIVE.findall(hlo):
-        sizes = [_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(shapes)]
-        total += max(sizes, default=0) * (2 if kind == "all-reduce" else 1) * (chips - 1) / chips
-    return total
-
-
-def _bytes(dtype: str, dims: str) -> int:
-    bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
-    return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", default=",".join(CHIPS))
+    parser.add_argument("--chips", default=",".join(MACHINES))
     parser.add_argument("--out", default="docs/tables")
     given = parser.parse_args()
     for name in given.chips.split(","):
-        table = computed_table(qwen3_8b(), CHIPS[name], SLOTS, CONTEXTS)
+        table = computed_table(qwen3_8b(), MACHINES[name], SLOTS, CONTEXTS)
         path = Path(given.out) / f"qwen3_8b_{name.replace('-', '')}.json"
         save_table(path, table)
         print(f"{path}: {_summary(table)}")

@@ -178,9 +178,8 @@ class Engine:
             )
         if self.load and self.load.stale:
             self.load = Load(measure_costs(self, self._drafter), self.load.parks)
-        params = [request.params for request in requests]
-        self._asked = {name: self._asked[name] or any(getattr(p, name) for p in params) for name in self._asked}
-        self._busy, self.slots = True, self.empty_slots()  # an abandoned stream may have left slots running
+        self._busy = True
+        self._empty_slots_for(requests)  # an abandoned stream may have left slots running
         self._start, self._collected, self._launched = time.monotonic(), 0.0, None
         queue, filling = collections.deque(requests), []
         live: list[Request] = []  # in slot order
@@ -205,7 +204,8 @@ class Engine:
 
     def fill(self, requests: list[Request]) -> None:
         """Admits requests and caches their prompts, with no decoding: for benchmarks, which time rounds alone."""
-        self.slots, live, filling = self.empty_slots(), [], []
+        self._empty_slots_for(requests)
+        live, filling = [], []
         for _ in self._admit(collections.deque(requests), live, filling):
             raise UserError("a benchmark's prompt does not fit")
         while filling:
@@ -299,6 +299,12 @@ class Engine:
         history = np.zeros((self.max_slots, self.context), np.int32) if self.models.reads_history else ()
         slots = Slots(zeros, zeros, zeros, table, carry, sampling, (), schedule, history)
         return everywhere(jax.tree.map(jnp.asarray, slots), self.target.mesh)
+
+    def _empty_slots_for(self, requests: list[Request]) -> None:
+        """Empties the slots, whose programs can from here on do what these requests ask for, too."""
+        params = [request.params for request in requests]
+        self._asked = {name: known or any(getattr(p, name) for p in params) for name, known in self._asked.items()}
+        self.slots = self.empty_slots()
 
     def slot_sampling(self, params: SamplingParams, seed: int, stop_ids: tuple[int, ...]) -> SlotSampling:
         """One slot's entries, with a promise of what no request of this engine has asked for so far."""

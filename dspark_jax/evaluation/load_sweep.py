@@ -173,12 +173,14 @@ class Contest:
         engine, plain = self.engines[strategy], strategy == "off"
         engine.pages.forget()  # the pool has been written to by others
         engine.caches = self._pools[plain]
-        if engine.load:
-            engine.load.drift = Drift()  # else a busy machine would set off a new profile between the turns
         try:
             prompts = self.prompts[: max(load, LEAST_REQUESTS)]
             groups = [prompts[i : i + load] for i in range(0, len(prompts), load)]
-            parts = [_until_first_end(engine, group, self._sampling) for group in groups]
+            parts = []
+            for group in groups:
+                if engine.load:
+                    engine.load.drift = Drift()  # else a busy machine would set off a new profile in between
+                parts.append(_until_first_end(engine, group, self._sampling))
         finally:
             self._pools[plain], engine.caches = engine.caches, None
         completions = [completion for part in parts for completion in part.completions]

@@ -152,7 +152,7 @@ def print_tables(made: Sequence[Table], console: rich.console.Console) -> None:
     for table in made:
         drawn = rich.table.Table(title=table.title, title_justify="left")
         for i, name in enumerate(table.header):
-            drawn.add_column(name, justify="right" if i else "left")
+            drawn.add_column(name, justify="right" if i else "left", no_wrap=not i, overflow="fold")
         for i, row in enumerate(table.rows):
             drawn.add_row(*row, end_section=table.averaged and i == len(table.rows) - 2)
         console.print(drawn)

@@ -16,10 +16,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from dspark_jax.data.batches import draft_vocabulary
+from dspark_jax.data.reference_cache import ReferenceCache
+from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
-from dspark_jax.interop.target_io import load_target
+from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.parallel import on, parse_mesh, start_processes
 from dspark_jax.progress import Progress
 from dspark_jax.training.checkpoints import finish, open_checkpoints, restore_latest, save
@@ -32,7 +34,7 @@ from dspark_jax.training.parts import Parts, step_parts
 from dspark_jax.training.sharding import Agreement, made_in_parts, on_this_process, whole_everywhere, with_own_tables
 from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import train_step
-from dspark_jax.training.validation import Validation, split_rows
+from dspark_jax.training.validation import Rows, Validation, split_rows
 from pallas_kernels.backends import choose
 
 
@@ -52,14 +54,8 @@ def train(config: ConfigDict) -> Path:
     schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
     optimizer, losses = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm), loss_settings(config)
     manager = open_checkpoints(config)
-    with on(mesh):
-        cache = features_cache(config, target)
-    if processes > 1 and not (cache or config.data.answers):
-        raise UserError(
-            "several processes train on answers that are there: let one run `prepare answers`, and set data.answers "
-            "(or data.features=cache)"
-        )
-    rows, held_out = split_rows(cache.rows if cache else training_rows(config, target), config.data.validation)
+    cache, rows = _rows(config, target)
+    rows, held_out = split_rows(rows, config.data.validation)
     parts = step_parts(config, rows, mesh.size if mesh else 1)
     ids = None
     if drafter_config.reduced:
@@ -83,6 +79,20 @@ def train(config: ConfigDict) -> Path:
     if processes > 1:  # all end together: JAX ends those whose fellows have left
         multihost_utils.sync_global_devices("drafter written")
     return out
+
+
+def _rows(config: ConfigDict, target: Target) -> tuple[TargetCache | ReferenceCache | None, Rows]:
+    """The cache to train from, if the config has one, and the rows."""
+    with on(target.mesh):
+        cache = features_cache(config, target)
+    if cache:
+        return cache, cache.rows
+    if jax.process_count() > 1 and not config.data.answers:
+        raise UserError(
+            "several processes train on answers that are there: let one run `prepare answers`, and set data.answers "
+            "(or data.features=cache)"
+        )
+    return None, training_rows(config, target)
 
 
 def _run_steps(config, setup, source, borrowed, state: TrainState, parts: Parts, manager, schedule, validation):

@@ -92,8 +92,11 @@ def put_together(tree: Any, count: int, mesh: Mesh | None) -> Any:
 
 
 def whole_everywhere(tree: Any, mesh: Mesh | None) -> Any:
-    """Arrays of this process, the same in all, on every device."""
-    return tree if mesh is None else jax.tree.map(lambda a: shared_out(a, mesh, P()), tree)
+    """Arrays of this process, the same in all, on every device; one that occurs twice still does."""
+    if mesh is None:
+        return tree
+    made = {id(a): shared_out(a, mesh, P()) for a in {id(a): a for a in jax.tree.leaves(tree)}.values()}
+    return jax.tree.map(lambda a: made[id(a)], tree)
 
 
 def on_this_process(tree: Any, mesh: Mesh | None) -> Any:

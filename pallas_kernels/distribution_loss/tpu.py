@@ -37,6 +37,8 @@ class _Tile(NamedTuple):
     def table(self, ref: Any) -> jax.Array:
         """Rows of a table; what lies behind its end is 0, else a product with it could be NaN."""
         rows = ref[...]
+        if self.vocab % self.size == 0:
+            return rows
         return jnp.where(self.ids((self.size, 1), 0) < self.vocab, rows, jnp.zeros_like(rows))
 
 
@@ -154,16 +156,8 @@ def _over_vocabulary(
 
     An output that is an input too is updated in place.
     """
-    vocab, width = vocabulary.head_VdxH.shape
-    tile = _tile_size(vocabulary)
+    vocab, tile = len(vocabulary.head_VdxH), _tile_size(vocabulary)
     ins = {key: a for key, a in ins.items() if a is not None}
-
-    def block(key: str, a: jax.Array) -> pl.BlockSpec:
-        if key in ("head", "correction", "of_correction"):
-            return pl.BlockSpec((tile, a.shape[1]), lambda j: (j, 0))
-        if key in ("logits", "law"):
-            return pl.BlockSpec((a.shape[0], tile), lambda j: (0, j))
-        return pl.BlockSpec(a.shape, lambda j: (0, 0))
 
     def named(*refs: Any) -> None:
         inputs, outputs = dict(zip(ins, refs, strict=False)), dict(zip(outs, refs[len(ins) :], strict=True))
@@ -175,8 +169,8 @@ def _over_vocabulary(
     results = pl.pallas_call(
         named,
         grid=(pl.cdiv(vocab, tile),),
-        in_specs=[block(*item) for item in ins.items()],
-        out_specs=[block(*item) for item in outs.items()],
+        in_specs=[_block(*item, tile) for item in ins.items()],
+        out_specs=[_block(*item, tile) for item in outs.items()],
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outs.values()],
         input_output_aliases={places.index(key): n for n, key in enumerate(outs) if key in ins},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
@@ -188,6 +182,15 @@ def _over_vocabulary(
         name=f"distribution_loss_{name}_rows{rows}_tile{tile}",
     )(*ins.values())
     return dict(zip(outs, results, strict=True))
+
+
+def _block(name: str, a: jax.Array, tile: int) -> pl.BlockSpec:
+    """The part of an array that a tile of the vocabulary sees."""
+    if name in ("head", "correction", "of_correction"):
+        return pl.BlockSpec((tile, a.shape[1]), lambda j: (j, 0))
+    if name in ("logits", "law"):
+        return pl.BlockSpec((a.shape[0], tile), lambda j: (0, j))
+    return pl.BlockSpec(a.shape, lambda j: (0, 0))
 
 
 def _tile_size(vocabulary: Vocabulary) -> int:

@@ -282,16 +282,20 @@ def test_nothing_is_compiled_twice(s):
     def programs():
         return round_module.decode._cache_size(), round_module.prefill._cache_size()
 
-    params = [free(i) for i in range(6)]
-    s.engine.generate([prompt(i) for i in range(6)], params)
+    def asking(more: int) -> list[SamplingParams]:
+        return [
+            SamplingParams(temperature=0.5 + i, top_k=i, top_p=1 - i / 10, min_p=i / 20, seed=more + i,
+                           max_tokens=3 + 3 * i, stop_token_ids=range(i)) for i in range(6)
+        ]  # fmt: skip
+
+    prompts = [prompt(i) for i in range(6)]
+    s.engine.generate(prompts, asking(99))  # programs can do from here on what a request has asked for once
+    for count in (1, 6):
+        s.engine.generate(prompts[:count], [free(i) for i in range(count)])
     before = programs()
-    s.engine.generate([prompt(i) for i in range(6)], params)
-    changed = [
-        SamplingParams(temperature=0.5 + i, top_k=i, top_p=1 - i / 10, min_p=i / 20, seed=99 + i, max_tokens=3 + 3 * i,
-                       stop_token_ids=range(i)) for i in range(6)
-    ]  # fmt: skip
-    s.engine.generate([prompt(i)[::-1] for i in range(6)], changed)
-    Engine(s.target, s.drafter, sampler="coupled", max_slots=4, rounds_per_dispatch=2).generate([prompt(1)], free(1))
+    s.engine.generate([p[::-1] for p in prompts], asking(7))
+    other = Engine(s.target, s.drafter, sampler="coupled", max_slots=4, rounds_per_dispatch=2)
+    other.generate(prompts[:1], [dataclasses.replace(free(0), temperature=0.7, top_p=0.9)])
     assert programs() == before
 
 

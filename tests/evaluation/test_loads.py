@@ -1,5 +1,6 @@
 """Strategies over loads: `bench --sweep`, `--simulate` and `--scheduler`. Speeds are never asserted where measured."""
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from dspark_jax.evaluation.load_report import Point, verdicts
 from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import Target, load_target
-from dspark_jax.models.config import DrafterConfig, draft_decoder
+from dspark_jax.models.config import Attention, DrafterConfig, Rope, draft_decoder
 from dspark_jax.scheduling.cost_model import load_table
 from dspark_jax.scheduling.scheduler import row_buckets
 
@@ -224,11 +225,12 @@ def test_collectives_are_counted_by_what_a_ring_sends() -> None:
 def test_a_table_is_computed_for_chips_that_are_not_here() -> None:
     """More rows and more slots never cost less, and eight chips are faster than one."""
     tables = pytest.importorskip("docs.experiments.computed_tables")
-    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 32}
-    target = tables.decoder_config(tables.QWEN3_8B | sizes | {"num_attention_heads": 16})
+    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_heads": 16, "layer_kinds": (0, 0)}
+    attention = (Attention(num_kv_heads=8, head_dim=32, rope=Rope(1e6)),)
+    target = dataclasses.replace(tables.qwen3_8b().target, **sizes, attention=attention)
     drafter = DrafterConfig(draft_decoder(target, 1), 3, 0, (0, 1), 2, target.vocab_size, markov_rank=8)
     models = tables.Models("tiny", target, drafter)
-    one, eight = (tables.computed_table(models, tables.CHIPS[name], (1, 4), (128,)) for name in ("h100", "v5e-8"))
+    one, eight = (tables.computed_table(models, tables.MACHINES[name], (1, 4), (128,)) for name in ("h100", "v5e-8"))
     for table in (one, eight):
         assert table.stamp.source == "computed"
         assert table.target[1, 1, 128].seconds < table.target[4, 4, 128].seconds < table.target[16, 4, 128].seconds
