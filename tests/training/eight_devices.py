@@ -7,6 +7,8 @@ import signal
 import jax
 import pytest
 
+from dspark_jax import prepare_features
+from dspark_jax.interop.target_io import load_target
 from dspark_jax.training import loop
 from dspark_jax.training.sharding import SMALL
 from tests.training.mesh_runs import answered_config, rows_of
@@ -86,6 +88,16 @@ def test_other_runs_have_the_losses_of_one_device_too(alone, tmp_path, monkeypat
     (tmp_path / "mesh").mkdir()
     rows, _ = train(moved(config, tmp_path), "", monkeypatch)
     same(train(moved(config, tmp_path / "mesh"), "4x2", monkeypatch)[0], rows)
+
+
+@SLOW
+def test_a_cache_gives_the_losses_of_one_device_where_some_have_no_data(alone, tmp_path, monkeypatch):
+    config = moved(alone[0], tmp_path)
+    config.data.features, config.data.cache, config.data.cache_dtype = "cache", str(tmp_path / "cache"), "float32"
+    target, answers = load_target(config.target.path), prepare_features.read_answers(config.data.answers)
+    with prepare_features.open_writer(config, target) as writer:
+        prepare_features.fill(config, target, answers, writer)
+    same(train(config, "8x1", monkeypatch)[0], alone[1])
 
 
 @SLOW
