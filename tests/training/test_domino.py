@@ -99,7 +99,7 @@ def test_a_resumed_run_goes_on_with_the_same_share(parts):
     params, borrowed, features, batch = parts
     setup = Setup(drafter_module(CONFIG), CURRICULUM, num_anchors=4, optimizer=optax.sgd(0.05))
     samples = [Sample(i, 0, ids.tolist(), np.ones(LENGTH)) for i, ids in enumerate(batch.token_BxS)]
-    packs = micro_batches(samples, num_packs=2, num_anchors=4, blocks_at_once=3, seed=0)
+    packs = micro_batches(samples, count=2, num_anchors=4, blocks_at_once=3, seed=0)
     padded = jax.tree.map(lambda a: jnp.pad(a, [(0, 0), (0, 48)] + [(0, 0)] * (a.ndim - 2)), features)
 
     def source(part):
