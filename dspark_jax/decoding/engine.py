@@ -21,7 +21,7 @@ from dspark_jax.decoding.round import decode, empty_carry, prefill
 from dspark_jax.decoding.sampling import MAX_LOGPROBS, SAMPLERS, SamplingParams, SlotSampling
 from dspark_jax.decoding.schedule import SlotSchedule, policy_of
 from dspark_jax.decoding.sink import Sink, hand_over
-from dspark_jax.decoding.state import Caches, Emitted, Models, Slots, Weights
+from dspark_jax.decoding.state import Caches, Emitted, Models, Slots, Weights, permute, set_slot
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit, load_drafter
 from dspark_jax.interop.target_io import Target
@@ -324,7 +324,7 @@ class Engine:
         keep = [i for i, request in enumerate(live) if not request.ended]
         if len(keep) < len(live):
             rest = [i for i in range(self.max_slots) if i not in set(keep)]
-            self.slots = _permute(self.slots, np.asarray(keep + rest), len(keep))
+            self.slots = permute(self.slots, np.asarray(keep + rest), len(keep))
         return [live[i] for i in keep]
 
     def _admit(
@@ -383,7 +383,7 @@ class Engine:
             keys = self._keys(request)
             self.pages.publish(keys, request.pages[: len(keys)])
             self._set_adjust([*live, request])
-            self.slots = _set_slot(self.slots, len(live), self._slot_entries(request))
+            self.slots = set_slot(self.slots, len(live), self._slot_entries(request))
             live = [*live, request]
         return live, [request for request in filling if request not in ready]
 
@@ -438,15 +438,3 @@ class Engine:
             request.carry = jax.tree.map(lambda a, i=i: a[i], carry)
             if self.sink:
                 request.features.append(jax.tree.map(lambda a, i=i: a[i, : count[i]], features))
-
-
-@jax.jit
-def _permute(slots: Slots, order: jax.Array, kept: jax.Array) -> Slots:
-    """Slots in another order, of which only the first `kept` go on."""
-    slots = jax.tree.map(lambda a: a[order], slots)
-    return slots.replace(remaining_R=jnp.where(jnp.arange(len(order)) < kept, slots.remaining_R, 0))
-
-
-@jax.jit
-def _set_slot(slots: Slots, index: jax.Array, entries: Slots) -> Slots:
-    return jax.tree.map(lambda all_, one: all_.at[index].set(one), slots, entries)

@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from dspark_jax.decoding.adjust import Adjust
 from dspark_jax.decoding.caches import Pools
@@ -97,3 +98,16 @@ class Emitted:
     remaining_R: jax.Array  # after the dispatch
     logprobs: Logprobs | tuple[()]  # `[D, ...]`; `()` when nobody asked
     features: RowFeatures | tuple[()]  # `[D, R, Q, ...]` of the anchor and the drafts; `()` without a sink
+
+
+@jax.jit
+def permute(slots: Slots, order: jax.Array, kept: jax.Array) -> Slots:
+    """Slots in another order, of which only the first `kept` go on."""
+    slots = jax.tree.map(lambda a: a[order], slots)
+    return slots.replace(remaining_R=jnp.where(jnp.arange(len(order)) < kept, slots.remaining_R, 0))
+
+
+@jax.jit
+def set_slot(slots: Slots, index: jax.Array, entries: Slots) -> Slots:
+    """Slots with one slot's entries in place of what it held."""
+    return jax.tree.map(lambda all_, one: all_.at[index].set(one), slots, entries)
