@@ -30,11 +30,11 @@ from dspark_jax.training.drafters import loss_settings, new_drafter_config
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.optimizers import make_optimizer
-from dspark_jax.training.parts import Parts, step_parts
+from dspark_jax.training.parts import Parts, check_division, step_parts
 from dspark_jax.training.sharding import Agreement, made_in_parts, on_this_process, whole_everywhere, with_own_tables
 from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import train_step
-from dspark_jax.training.validation import Rows, Validation, split_rows
+from dspark_jax.training.validation import Rows, Validation, check_part, split_rows
 from pallas_kernels.backends import choose
 
 
@@ -46,6 +46,8 @@ def train(config: ConfigDict) -> Path:
     whatever mesh, goes on from there.
     """
     t = config.train
+    check_part(config.data.validation)  # before any work: answers may take hours
+    check_division(config)
     process, processes = start_processes(t.processes)
     mesh = parse_mesh(config.mesh, together=True)
     target = load_target(config.target.path, dtype=config.target.dtype or None, mesh=mesh, copies=True)

@@ -21,11 +21,7 @@ def step_parts(config: ConfigDict, rows: Sequence[Mapping[str, Any]], devices: i
     be divided as the config says.
     """
     t = config.train
-    if min(t.batch_size, t.micro_steps, t.blocks_at_once) < 1 or t.batch_size % t.micro_steps:
-        raise UserError(
-            f"train.micro_steps={t.micro_steps} has to divide train.batch_size={t.batch_size}, and "
-            f"train.blocks_at_once={t.blocks_at_once} to be at least 1"
-        )
+    check_division(config)
     padded = config.drafter.kind == "eagle3"
     batches = Batches(rows, t.batch_size, config.data.max_length, config.seed, pads=padded)
     if padded:
@@ -33,6 +29,16 @@ def step_parts(config: ConfigDict, rows: Sequence[Mapping[str, Any]], devices: i
     return lambda step: micro_batches(
         batches.samples(step), t.micro_steps, t.num_anchors, t.blocks_at_once, config.seed, devices
     )
+
+
+def check_division(config: ConfigDict) -> None:
+    """Raises UserError where a step cannot be divided as the config says."""
+    t = config.train
+    if min(t.batch_size, t.micro_steps, t.blocks_at_once) < 1 or t.batch_size % t.micro_steps:
+        raise UserError(
+            f"train.micro_steps={t.micro_steps} has to divide train.batch_size={t.batch_size}, and "
+            f"train.blocks_at_once={t.blocks_at_once} to be at least 1"
+        )
 
 
 def divide(batch: Batch, count: int) -> list[Batch]:

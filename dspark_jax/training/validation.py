@@ -32,12 +32,17 @@ def split_rows(rows: Rows, part: float) -> tuple[list[Mapping[str, Any]], list[M
     A hash of the conversation's id alone decides, so that a row stays on its side when others come or go, and all
     turns of a conversation are on one side. UserError when `part` is no part.
     """
-    if not 0 <= part < 1:
-        raise UserError(f"data.validation={part}: it is the part of the rows that is held out, from 0 to below 1")
+    check_part(part)
     held = [is_held_out(row.get("conversation", row["id"]), part) if part else False for row in rows]
     empty = {"prompt_ids": [], "answer_ids": []}
     pick = lambda side: [row if h is side else {"id": row["id"], **empty} for row, h in zip(rows, held, strict=True)]  # noqa: E731
     return pick(False), pick(True)
+
+
+def check_part(part: float) -> None:
+    """Raises UserError where `part` cannot be held out of anything."""
+    if not 0 <= part < 1:
+        raise UserError(f"data.validation={part}: it is the part of the rows that is held out, from 0 to below 1")
 
 
 def is_held_out(key: str, part: float) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.base import get_base
 from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import load_target
@@ -172,3 +173,20 @@ def test_a_part_that_holds_nothing_out_is_named(chat_model, tmp_path):
     config.data.validation = 1e-9
     with pytest.raises(UserError, match="data.validation=1e-09 holds out none of 10 rows"):
         loop.train(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.validation": 2.0}, "data.validation=2.0"),
+        ({"train.micro_steps": 3, "train.batch_size": 8}, "train.micro_steps=3 has to divide train.batch_size=8"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_any_work(tmp_path, changes, words):
+    """Before the target is even looked for, and long before it writes prompts and answers."""
+    config = get_base()
+    config.workdir, config.target.path = str(tmp_path / "run"), str(tmp_path / "no model here")
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match=words):
+        loop.train(config)
+    assert not (tmp_path / "run").exists()
