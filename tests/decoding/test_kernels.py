@@ -48,6 +48,17 @@ def test_the_round_of_a_tpu_holds_the_kernel(models, kernels, top_logprobs, held
     assert has_kernel(compile_tpu("v5e", one_round, engine.weights, engine.caches, engine.slots)) == held
 
 
+@needs_libtpu
+@pytest.mark.parametrize(("top_p", "held"), [(1.0, False), (0.9, True)])
+def test_the_logits_of_all_rows_are_in_memory_only_where_top_p_is_asked_for(tiny_target, tiny_drafter, top_p, held):
+    target = tiny_target(dtype="float32", vocab=300)
+    engine = Engine(target, tiny_drafter(target, "bigram", 3), kernels="tpu", **OPTIONS)
+    engine.fill(engine.requests([[1, 2, 3]], SamplingParams(temperature=1.0, top_p=top_p, max_tokens=4)))
+    one_round = functools.partial(decode_round, engine.models, engine.policy, drafts=2, context_pages=2)
+    compiled = compile_tpu("v5e", one_round, engine.weights, engine.caches, engine.slots)
+    assert ("f32[6,300]" in compiled.as_text()) == held
+
+
 def test_the_device_decides(models):
     assert Engine(*models, **OPTIONS).policy.kernels == "xla"
     assert choose("auto") == ("xla", f"there is no kernel for {jax.devices()[0].platform} devices")
