@@ -21,6 +21,7 @@ def get_base() -> ConfigDict:
 
     c.drafter = ConfigDict()
     c.drafter.kind = "block"  # "block": DSpark, DFlash, Domino; "eagle3"
+    c.drafter.init_from = ""  # directory or hub id of a drafter of these sizes to train on; "": a new one
     c.drafter.num_layers = 5
     c.drafter.tap_layers = (1, 9, 17, 25, 33)  # whose outputs the drafter reads; -1 is the embedding
     c.drafter.draft_vocab_size = 0  # 0: the target's vocabulary; else its most frequent tokens in the answers
@@ -45,7 +46,7 @@ def get_base() -> ConfigDict:
     c.data.keep_out = (
         ""  # folder of evaluation sets (JSONL with `turns`): prompts that share text with them are dropped
     )
-    c.data.openings = ("",)  # how self-written user turns begin, in rotation
+    c.data.openings = ("",)  # how self-written user turns begin, in rotation; "Solve…\n\nThink first.": and end
     c.data.prompt_temperature = 0.9
     c.data.max_prompt_tokens = 96
     c.data.temperatures = (0.0, 0.5, 0.8, 1.0)  # each prompt is answered at one of these

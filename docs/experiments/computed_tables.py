@@ -87,13 +87,16 @@ def computed_table(models: Models, chips: Chips, slots: tuple[int, ...], context
         jax.__version__, "computed",
     )  # fmt: skip
 
-    def step(rows: int, slots: int, context: int) -> list[float]:
-        return [models.target.num_layers * parts.target_layer(rows, slots, context) + parts.target_ends(rows)]
+    def seconds(rows: int, slots: int, context: int) -> float:
+        if not rows:
+            return step(slots, slots, context)
+        layers = models.drafter.decoder.num_layers
+        return step(rows, slots, context) + layers * parts.draft_layer(slots, context) + parts.draft_heads(slots)
 
-    def draft(slots: int, context: int) -> list[float]:
-        return [models.drafter.decoder.num_layers * parts.draft_layer(slots, context) + parts.draft_heads(slots)]
+    def step(rows: int, slots: int, context: int) -> float:
+        return models.target.num_layers * parts.target_layer(rows, slots, context) + parts.target_ends(rows)
 
-    return profile(stamp, slots, contexts, models.drafter.num_drafts, step, draft)
+    return profile(stamp, slots, contexts, models.drafter.num_drafts, seconds, passes=1)
 
 
 class Counts(NamedTuple):

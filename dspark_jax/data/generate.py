@@ -20,6 +20,7 @@ from dspark_jax.interop.target_io import Target
 from dspark_jax.interop.tokenizer import Tokenizer
 from dspark_jax.progress import Progress
 
+REST = "…"  # in an opening: where the target goes on
 WAVE = 512  # requests handed to the engine at a time
 
 
@@ -49,8 +50,8 @@ def write_prompts(
 ) -> list[PromptRow]:
     """Lets the target write `count` different user turns, starting them with `openings` in turn; resumable.
 
-    Turns that do not end, those that are too short, repetitive or not plain text, and those of `keep_out` are written
-    as refused.
+    What follows REST in an opening is put behind what the target wrote. Turns that do not end, those that are too
+    short, repetitive or not plain text, and those of `keep_out` are written as refused.
     """
     tokenizer = engine.target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
@@ -70,7 +71,7 @@ def write_prompts(
         while len(texts) < count:
             first = len(out.done)
             ids = [str(i) for i in range(first, first + WAVE)]
-            starts = [openings[int(i) % len(openings)] for i in ids]
+            starts, ends = zip(*(openings[int(i) % len(openings)].partition(REST)[::2] for i in ids), strict=True)
             prompts = [tokenizer.encode(opening + start) for start in starts]
             params = [
                 SamplingParams(temperature=temperature, seed=seed_of(f"{seed}/prompt/{i}"), max_tokens=max_tokens)
@@ -78,8 +79,10 @@ def write_prompts(
             ]
             for index, done in engine.stream_completions(prompts, params):
                 text = (starts[index] + done.text).strip()
-                kept = done.finish_reason == "stop" and is_plain_question(text) and text not in texts
+                kept = done.finish_reason == "stop" and is_plain_question(text)
                 kept = kept and not (keep_out and keep_out.shared([{"role": "user", "content": text}]))
+                text += ends[index]
+                kept = kept and text not in texts
                 out.append({"id": ids[index], "text": text if kept else ""})
                 if kept:
                     texts.add(text)

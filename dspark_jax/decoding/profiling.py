@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -23,8 +22,7 @@ from dspark_jax.scheduling.scheduler import RoundCost, Strategy
 if TYPE_CHECKING:
     from dspark_jax.decoding.engine import Engine
 
-REPEATS = 5
-FEWEST, ENOUGH = 3, 2.0  # repeats that a size gets at least, and the seconds after which that will do
+PASSES = 7
 LEAST_CONTEXT = 64  # tokens
 
 
@@ -52,71 +50,54 @@ def drafter_fingerprint(drafter: Drafter) -> str:
     return digest.hexdigest()[:16]
 
 
-def measure_costs(engine: "Engine", drafter: Drafter, repeats: int = REPEATS) -> CostTable:
+def measure_costs(engine: "Engine", drafter: Drafter, passes: int = PASSES) -> CostTable:
     """The cost table of an idle engine with a drafter, for every number of slots and context that it serves.
 
-    Overwrites what the engine's pages hold. A drafted round adds the difference between two programs at the fewest
-    rows, one with drafting and scheduling and one without; a step's time is what its round leaves when that is taken
-    away.
+    Overwrites what the engine's pages hold.
     """
     slots = [1 << i for i in range((engine.max_slots - 1).bit_length())] + [engine.max_slots]
     widest = engine.context_pages(engine.context) * engine.page_size
     contexts = [widest] + [c for c in (LEAST_CONTEXT << (2 * i) for i in range(16)) if c < widest]
-    timed = _Timer(engine, repeats)
-
-    def measure(rows: int, active: int, context: int) -> Sequence[float]:
-        if rows == active:
-            return timed.plain(active, context)
-        added = np.median(timed.draft(active, context))
-        return [max(t - added, 1e-9) for t in timed.drafted(rows, active, context)]
-
     engine.pages.forget()
-    return profile(
-        stamp_of(engine.target, drafter), slots, sorted(contexts), engine.drafts, measure,
-        lambda active, context: timed.draft(active, context),
-    )  # fmt: skip
+    stamp = stamp_of(engine.target, drafter)
+    return profile(stamp, slots, sorted(contexts), engine.drafts, _Timer(engine), passes)
 
 
 class _Timer:
-    """Times rounds of an engine; every size is measured once."""
+    """Times rounds of an engine, a dispatch of them at a time."""
 
-    def __init__(self, engine: "Engine", repeats: int):
-        self.engine, self.repeats = engine, repeats
+    def __init__(self, engine: "Engine"):
+        self.engine, self.warm = engine, set()
         self.policy = dataclasses.replace(engine.policy, strategy=Strategy("load_aware"))
-        self.plain = functools.cache(self._plain)
-        self.drafted = functools.cache(self._drafted)
-        self.draft = functools.cache(self._draft)
+        self.slots = functools.cache(self._slots)
 
-    def _plain(self, active: int, context: int) -> list[float]:
-        return self._seconds(active, context, 0, None)
+    def __call__(self, rows: int, active: int, context: int) -> float:
+        """Seconds of a round that verifies `rows` rows; of one without drafting for 0 rows. Compiled beforehand."""
+        shape = (bool(rows), active, context)
+        if shape not in self.warm:
+            self.warm.add(shape)
+            self._round(rows, active, context)
+        return self._round(rows, active, context)
 
-    def _drafted(self, rows: int, active: int, context: int) -> list[float]:
-        """Rounds that verify `rows` rows: what fits costs nothing, more is out of the question."""
+    def _round(self, rows: int, active: int, context: int) -> float:
+        engine = self.engine
+        slots = jax.block_until_ready(jax.tree.map(jnp.copy, self.slots(context)))  # a dispatch consumes its slots
+        start = time.perf_counter()
+        with on(engine.target.mesh):
+            engine.caches, _, emitted = decode(
+                engine.models, self.policy, engine.weights, engine.caches, slots, self._cost(rows, active),
+                active=active, drafts=engine.drafts if rows else 0, context_pages=context // engine.page_size,
+                rounds=engine.rounds,
+            )  # fmt: skip
+        jax.block_until_ready(emitted)
+        return (time.perf_counter() - start) / engine.rounds
+
+    def _cost(self, rows: int, active: int) -> RoundCost | None:
+        """Costs by which a round verifies just `rows` rows: what fits is free, more is out of the question."""
+        if not rows:
+            return None
         rows_J = np.asarray(self.policy.buckets(active, self.engine.drafts), np.int32)
-        seconds_J = np.where(rows_J <= rows, 1e-6, 1e6).astype(np.float32)
-        return self._seconds(active, context, self.engine.drafts, RoundCost(rows_J, seconds_J, np.float32(1e-6)))
-
-    def _draft(self, active: int, context: int) -> list[float]:
-        plain = np.median(self.plain(active, context))
-        return [max(t - plain, 1e-9) for t in self.drafted(active, active, context)]
-
-    def _seconds(self, active: int, context: int, drafts: int, cost: RoundCost | None) -> list[float]:
-        """Seconds per round of `repeats` dispatches, or of fewer long ones, after one that compiles."""
-        engine, seconds = self.engine, []
-        template = self._slots(context)
-        while len(seconds) <= self.repeats:
-            if len(seconds) > FEWEST and sum(seconds[1:]) * engine.rounds > ENOUGH:
-                break
-            slots = jax.block_until_ready(jax.tree.map(jnp.copy, template))
-            start = time.perf_counter()
-            with on(engine.target.mesh):
-                engine.caches, _, emitted = decode(
-                    engine.models, self.policy, engine.weights, engine.caches, slots, cost, active=active,
-                    drafts=drafts, context_pages=context // engine.page_size, rounds=engine.rounds,
-                )  # fmt: skip
-            jax.block_until_ready(emitted)
-            seconds.append((time.perf_counter() - start) / engine.rounds)
-        return seconds[1:]
+        return RoundCost(rows_J, np.where(rows_J <= rows, 1e-6, 1e6).astype(np.float32), np.float32(1e-6))
 
     def _slots(self, context: int) -> Slots:
         """Requests that go on for ever behind a full context; their confidences are level, so all can be admitted."""

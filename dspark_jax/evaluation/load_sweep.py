@@ -1,7 +1,7 @@
 """What every strategy brings at every load, measured: `bench --sweep`.
 
 Requests of a load start together and run until the first of them ends, so that the load stays what it is; the clock
-runs once all have their first tokens, without the prompts' prefill. Strategies take turns.
+runs once all have their first tokens, without the prompts' prefill. Strategies take turns of seconds.
 """
 
 import dataclasses
@@ -70,7 +70,8 @@ def sweep(config: ConfigDict, plan: Plan, path: Path) -> dict[str, Any]:
         return report
     contest = Contest(config, target, drafter, plan, path.with_suffix(".costs.json"))
     used = CpuUse()
-    with Progress("load sweep", len(todo) * len(plan.strategies) * (plan.turns + 1)) as progress:
+    groups = sum(_groups(load) for load in todo)
+    with Progress("load sweep", groups * len(plan.strategies) * (plan.turns + 1)) as progress:
         for load in todo:
             points = contest.points(load, progress)
             report["loads"][str(load)] = [dataclasses.asdict(point) for point in points]
@@ -106,7 +107,7 @@ def _resumed(path: Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 class Turn(NamedTuple):
-    """What was seen of one strategy in one turn."""
+    """What was seen of one strategy, in a group of requests or in all of a turn's."""
 
     tokens: int
     seconds: float
@@ -152,39 +153,54 @@ class Contest:
         return table
 
     def points(self, load: int, progress: Progress) -> list[Point]:
-        """All strategies at a load, in turn; the first turn, in which programs are compiled, does not count."""
+        """All strategies at a load; the first turn, in which programs are compiled, does not count."""
         turns: dict[str, list[Turn]] = {strategy: [] for strategy in self.engines}
         for number in range(self.plan.turns + 1):
-            for strategy in turns:
-                turn = self._turn(strategy, load)
+            for strategy, turn in self._turn(load, progress).items():
                 turns[strategy] += [turn] if number else []
-                progress.advance(1, f"load {load}, {strategy}")
         return [_point(strategy, load, seen) for strategy, seen in turns.items()]
 
-    def _turn(self, strategy: str, load: int) -> Turn:
+    def _turn(self, load: int, progress: Progress) -> dict[str, Turn]:
+        """Every strategy answers the same groups of prompts, and they take turns from group to group.
+
+        So a busy machine hits all of them, for a group takes seconds.
+        """
+        groups = [self.prompts[i * load : (i + 1) * load] for i in range(_groups(load))]
+        parts: dict[str, list[Turn]] = {strategy: [] for strategy in self.engines}
+        for group in groups:
+            for strategy in parts:
+                parts[strategy].append(self._undisturbed(strategy, group))
+                progress.advance(1, f"load {load}, {strategy}")
+        return {strategy: _together(seen) for strategy, seen in parts.items()}
+
+    def _undisturbed(self, strategy: str, group: Sequence[Prompt]) -> Turn:
         for _ in range(TRIES):
             programs = compiled_programs()
-            turn = self._one_turn(strategy, load)
+            part = self._run(strategy, group)
             if compiled_programs() == programs:
                 break
-        return turn
+        return part
 
-    def _one_turn(self, strategy: str, load: int) -> Turn:
+    def _run(self, strategy: str, group: Sequence[Prompt]) -> Turn:
         engine, plain = self.engines[strategy], strategy == "off"
         engine.pages.forget()  # the pool has been written to by others
         engine.caches = self._pools[plain]
+        if engine.load:
+            engine.load.drift = Drift()  # else a busy machine would set off a new profile in between
         try:
-            prompts = self.prompts[: max(load, LEAST_REQUESTS)]
-            groups = [prompts[i : i + load] for i in range(0, len(prompts), load)]
-            parts = []
-            for group in groups:
-                if engine.load:
-                    engine.load.drift = Drift()  # else a busy machine would set off a new profile in between
-                parts.append(_until_first_end(engine, group, self._sampling))
+            return _until_first_end(engine, group, self._sampling)
         finally:
             self._pools[plain], engine.caches = engine.caches, None
-        completions = [completion for part in parts for completion in part.completions]
-        return Turn(sum(part.tokens for part in parts), sum(part.seconds for part in parts), completions)
+
+
+def _groups(load: int) -> int:
+    """Groups of requests that follow each other in a turn."""
+    return max(LEAST_REQUESTS // load, 1)
+
+
+def _together(parts: Sequence[Turn]) -> Turn:
+    completions = [completion for part in parts for completion in part.completions]
+    return Turn(sum(part.tokens for part in parts), sum(part.seconds for part in parts), completions)
 
 
 def _until_first_end(engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams) -> Turn:

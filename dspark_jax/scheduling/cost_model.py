@@ -77,37 +77,49 @@ def _bucket(what: str, size: int, buckets: Iterable[int]) -> int:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
+LEAST = 1e-9  # seconds, of a difference: noise can make the lesser of two rounds the longer one
+FEWEST, ENOUGH = 3, 0.25  # passes that a size gets at least, and the seconds of rounds after which they will do
+
+
 def profile(
     stamp: Stamp,
     slots: Sequence[int],
     contexts: Sequence[int],
     block: int,
-    measure: Callable[[int, int, int], Sequence[float]],
-    measure_draft: Callable[[int, int], Sequence[float]],
+    measure: Callable[[int, int, int], float],
+    passes: int,
 ) -> CostTable:
     """The table of all buckets, with a progress bar. `slots`, `contexts`: their buckets; `block`: the drafter's tokens.
 
-    `measure(rows, slots, context)` and `measure_draft(slots, context)` return the seconds of repeated runs, warmed up.
+    `measure(rows, slots, context)` returns the seconds of a round with drafting that verifies `rows` rows, and of one
+    without drafting for 0 rows. Sizes take turns, `passes` times: a machine's slow minute then hits all of them and
+    makes no step of the staircase. Drafting and scheduling are what the fewest rows cost more than a plain round; a
+    step's time is what is left when that is taken away.
     """
     pairs = [(s, c) for s in slots for c in contexts]
-    steps = sum(len(row_buckets(s, block)) + 1 for s, _ in pairs)
-    target, draft = {}, {}
-    with Progress("profiling rounds", steps) as progress:
-        for s, c in pairs:
-            for rows in row_buckets(s, block):
-                target[rows, s, c] = summary(measure(rows, s, c))
+    seen = {(rows, s, c): [] for s, c in pairs for rows in (0, *row_buckets(s, block))}
+    with Progress("profiling rounds", passes * len(seen)) as progress:
+        for _ in range(passes):
+            for (rows, s, c), times in seen.items():
+                if len(times) < FEWEST or sum(times) < ENOUGH:
+                    times.append(measure(rows, s, c))
                 progress.advance(1, f"{rows} rows, {s} slots, context {c}")
-            draft[s, c] = summary(measure_draft(s, c))
-            progress.advance(1, f"draft of {s} slots, context {c}")
+    target, draft = {}, {}
+    for s, c in pairs:
+        plain, fewest, *more = (seen[rows, s, c] for rows in (0, *row_buckets(s, block)))
+        target[s, s, c], draft[s, c] = summary(plain), summary(fewest, statistics.median(plain))
+        for rows, times in zip(row_buckets(s, block)[1:], more, strict=True):
+            target[rows, s, c] = summary(times, draft[s, c].seconds)
     table = CostTable(stamp, target, draft)
     _check_times(table, "the measurement")
     return table
 
 
-def summary(seconds: Sequence[float]) -> Time:
-    """Median and interquartile range of repeated runs."""
+def summary(seconds: Sequence[float], less: float = 0.0) -> Time:
+    """Median and interquartile range of repeated runs, `less` taken away from each."""
     low, high = np.percentile(seconds, (25, 75))
-    return Time(statistics.median(seconds), float(high - low))
+    middle = statistics.median(seconds)
+    return Time(max(middle - less, LEAST) if less else middle, float(high - low))
 
 
 # ---------------------------------------------------------------------------------------------------- files

@@ -15,11 +15,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from dspark_jax.data.batches import draft_vocabulary
 from dspark_jax.data.reference_cache import ReferenceCache
 from dspark_jax.data.target_cache import TargetCache
 from dspark_jax.errors import UserError
-from dspark_jax.interop.drafter_io import Drafter, borrow, init_drafter
 from dspark_jax.interop.export import save_drafter
 from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.parallel import on, parse_mesh, start_processes
@@ -32,6 +30,7 @@ from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.optimizers import make_optimizer
 from dspark_jax.training.parts import Parts, check_division, step_parts
 from dspark_jax.training.sharding import Agreement, made_in_parts, on_this_process, whole_everywhere, with_own_tables
+from dspark_jax.training.start import first_drafter
 from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import train_step
 from dspark_jax.training.validation import Rows, Validation, check_part, split_rows
@@ -59,13 +58,8 @@ def train(config: ConfigDict) -> Path:
     cache, rows = _rows(config, target)
     rows, held_out = split_rows(rows, config.data.validation)
     parts = step_parts(config, rows, mesh.size if mesh else 1)
-    ids = None
-    if drafter_config.reduced:
-        ids = draft_vocabulary(
-            rows, drafter_config.draft_vocab_size, target.config.eos_token_ids, target.config.vocab_size
-        )
     lender = with_own_tables(target)
-    drafter = Drafter(drafter_config, init_drafter(drafter_config, jax.random.key(config.seed)), borrow(lender, ids))
+    drafter = first_drafter(config, drafter_config, lender, rows)
     borrowed = whole_everywhere(drafter.borrowed, mesh)
     kernels, _ = choose("auto", jax.tree.leaves(borrowed))
     setup = Setup(drafter.module, losses, t.num_anchors, optimizer, kernels, t.ema)

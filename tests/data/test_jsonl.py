@@ -114,15 +114,16 @@ def test_other_sampling_may_not_continue_an_answers_file(engine, tmp_path):
         write_answers(engine, rows, tmp_path / "a.jsonl", temperatures=(0.0,), max_tokens=5, seed=0)
 
 
-def test_the_target_writes_prompts_that_start_as_asked(engine, tmp_path, monkeypatch):
+def test_the_target_writes_prompts_that_start_and_end_as_asked(engine, tmp_path, monkeypatch):
     # A random model writes no plain English; whether a turn ends and is kept is what is tested here.
     monkeypatch.setattr("dspark_jax.data.generate.is_plain_question", lambda text: True)
     monkeypatch.setattr("dspark_jax.data.generate.WAVE", 8)
-    options = {"openings": ("Why", "How"), "temperature": 1.5, "max_tokens": 60, "seed": 1}
+    options = {"openings": ("Why", "How…\nThink first."), "temperature": 1.5, "max_tokens": 60, "seed": 1}
     rows = write_prompts(engine, tmp_path / "p.jsonl", 2, **options)
     assert len(rows) == 2 and len({row.messages[0]["content"] for row in rows}) == 2
     for row in rows:
         assert row.messages[0]["content"].startswith(("Why", "How")[int(row.id) % 2])
+        assert row.messages[0]["content"].endswith("\nThink first.") == int(row.id) % 2
     assert write_prompts(engine, tmp_path / "p.jsonl", 2, **options) == rows
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from dspark_jax.errors import UserError
 from dspark_jax.scheduling.cost_model import (
+    FEWEST,
     CostTable,
     Drift,
     Stamp,
-    Time,
     after_round,
     is_stale,
     load_table,
@@ -27,11 +27,14 @@ SECONDS = {4: 0.010, 8: 0.009, 16: 0.020, 20: 0.019}  # of rows; noise makes som
 
 @pytest.fixture(scope="module")
 def table() -> CostTable:
-    def measure(rows: int, slots: int, context: int) -> list[float]:
-        middle = SECONDS.get(rows, 0.001 * rows) + context * 1e-6
-        return [middle * 1.2, middle, middle * 0.9, middle, middle]
+    noise: dict[tuple[int, int, int], list[float]] = {}
 
-    return profile(STAMP, (1, 4), (128, 512), 4, measure, lambda slots, context: [0.002 * slots])
+    def measure(rows: int, slots: int, context: int) -> float:
+        factor = noise.setdefault((rows, slots, context), [1.2, 1, 0.9, 1, 1]).pop()
+        draft = 0.002 * slots if rows else 0
+        return draft + factor * (SECONDS.get(rows or slots, 0.001 * (rows or slots)) + context * 1e-6)
+
+    return profile(STAMP, (1, 4), (128, 512), 4, measure, passes=5)
 
 
 @pytest.fixture
@@ -46,12 +49,31 @@ def test_profile_measures_every_bucket_as_median_and_spread(table: CostTable) ->
     assert {rows for rows, slots, _ in table.target if slots == 4} == {4, 6, 8, 12, 16, 20}
     middle = 0.020 + 128e-6
     assert dataclasses.astuple(table.target[16, 4, 128]) == pytest.approx((middle, 0.0))
-    assert table.draft[4, 128] == Time(0.008, 0.0)
+    assert dataclasses.astuple(table.draft[4, 128]) == pytest.approx((0.008, 0.0))
 
 
 def test_spread_is_the_interquartile_range() -> None:
-    times = lambda *_: [1.0, 2.0, 3.0, 4.0, 100.0]  # noqa: E731
-    assert profile(STAMP, (1,), (8,), 0, times, times).target[1, 1, 8] == Time(3.0, 2.0)
+    times = iter([1.0, 1.0, 0.02, 0.02, 0.03, 0.03, 0.04, 0.04, 0.05, 0.05])  # a plain round and one of a row, in turn
+    table = profile(STAMP, (1,), (8,), 0, lambda *_: next(times) / 100, 5)
+    assert dataclasses.astuple(table.target[1, 1, 8]) == pytest.approx((0.0004, 0.0002))
+
+
+def test_sizes_take_turns_so_that_a_slow_minute_makes_no_step() -> None:
+    calls = []
+
+    def measure(*size: int) -> float:
+        calls.append(size)
+        return 0.01 * (2 if len(calls) <= 4 else 1)  # slow through the first pass
+
+    table = profile(STAMP, (1,), (8,), 2, measure, 5)
+    assert calls[:4] == [(0, 1, 8), (1, 1, 8), (2, 1, 8), (3, 1, 8)] and len(calls) == 20
+    assert [time.seconds for time in table.target.values()] == pytest.approx([0.01] * 3, rel=1e-6)
+
+
+def test_long_rounds_are_measured_less_often() -> None:
+    calls: list[tuple[int, ...]] = []
+    profile(STAMP, (1,), (8,), 0, lambda *size: calls.append(size) or 0.1, 9)
+    assert len(calls) == 2 * FEWEST
 
 
 def test_a_curve_is_monotone_and_otherwise_as_measured(table: CostTable) -> None:
@@ -146,7 +168,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_clock_that_stands_still_is_refused() -> None:
     with pytest.raises(UserError, match="the measurement: the target time at rows 1, slots 1, context 8 is 0.0"):
-        profile(STAMP, (1,), (8,), 1, lambda *_: [0.0], lambda *_: [1.0])
+        profile(STAMP, (1,), (8,), 1, lambda *_: 0.0, 3)
 
 
 def rounds_until_stale(ratio: float, rounds: int) -> int:

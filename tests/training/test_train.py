@@ -74,6 +74,20 @@ def test_the_loss_falls(unbroken):
     assert by_step[6] < by_step[1]
 
 
+def test_training_goes_on_from_a_drafter_that_is_there(unbroken, chat_model, tmp_path):
+    config = tiny_config(chat_model, tmp_path / "run", 1)
+    config.drafter.init_from, config.train.lr = str(unbroken[1]), 0.0
+    target = load_target(chat_model)
+    before, after = load_drafter(unbroken[1], target), load_drafter(train(config), target)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before.params, after.params))
+    assert np.array_equal(before.borrowed.token_ids_Vd, after.borrowed.token_ids_Vd)
+    # The first loss is that of the trained drafter, on its own data.
+    assert losses(config.workdir)[1] < losses(unbroken[0].workdir)[1]
+    config.drafter.markov_rank, config.workdir = 4, str(tmp_path / "other")
+    with pytest.raises(UserError, match="init_from=.* has other sizes .*: markov_rank 8 there, 4 here"):
+        train(config)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
