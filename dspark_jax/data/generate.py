@@ -2,6 +2,7 @@
 
 import collections
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,8 +70,8 @@ def write_prompts(
         texts = {row["text"] for row in out.rows if row["text"]}
         progress.update(len(texts))
         while len(texts) < count:
-            first = len(out.done)
-            ids = [str(i) for i in range(first, first + WAVE)]
+            new = (str(i) for i in itertools.count() if str(i) not in out.done)
+            ids = list(itertools.islice(new, WAVE))
             starts, ends = zip(*(openings[int(i) % len(openings)].partition(REST)[::2] for i in ids), strict=True)
             prompts = [tokenizer.encode(opening + start) for start in starts]
             params = [

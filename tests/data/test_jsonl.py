@@ -127,6 +127,18 @@ def test_the_target_writes_prompts_that_start_and_end_as_asked(engine, tmp_path,
     assert write_prompts(engine, tmp_path / "p.jsonl", 2, **options) == rows
 
 
+def test_prompts_go_on_after_a_cut_with_none_left_out(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("dspark_jax.data.generate.is_plain_question", lambda text: True)
+    monkeypatch.setattr("dspark_jax.data.generate.WAVE", 8)
+    options = {"openings": ("Why",), "temperature": 1.5, "max_tokens": 60, "seed": 1}
+    rows = write_prompts(engine, tmp_path / "p.jsonl", 3, **options)
+    lines = (tmp_path / "p.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "p.jsonl").write_text("".join(lines[1:8:3]))  # turns end in any order, so a cut leaves any of them
+    assert write_prompts(engine, tmp_path / "p.jsonl", 3, **options) == rows
+    ids = [json.loads(line)["id"] for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert len(set(ids)) == len(ids) and set(ids) >= {str(i) for i in range(8)}
+
+
 def test_a_full_disk_is_one_line_and_loses_no_row(tmp_path):
     with ResumableJsonl(tmp_path / "a.jsonl", {"seed": 1}) as out:
         out.append({"id": "a"})
