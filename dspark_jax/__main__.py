@@ -17,6 +17,7 @@ COMMANDS = {
     "calibrate": ("dspark_jax.calibrate", "fits the confidence head's temperatures on held-out prompts"),
     "prepare-features": ("dspark_jax.prepare_features", "writes the target's features of the answers into a cache"),
     "evaluate": ("dspark_jax.evaluate", "acceptance, confidence and speed of a drafter on nine sets, as one page"),
+    "compare": ("dspark_jax.compare", "trains kinds of drafters on the same answers, and evaluates each"),
     "demo": ("dspark_jax.demo", "plain and speculative decoding side by side on a few prompts"),
 }
 

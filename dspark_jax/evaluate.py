@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     if config is None and not (given["report-only"].value and given.out):
         raise UserError("which config? give --config=configs/smollm2_135m.py")
     out = Path(given.out or Path(config.workdir) / "evaluation")
-    temperatures = _temperatures(given.temperatures)
+    temperatures = temperatures_of(given.temperatures)
     if given.sweep:
         from dspark_jax.evaluation.pictures import read_sweep
 
@@ -96,7 +96,7 @@ def _show(report: Mapping[str, Any], out: Path, console: rich.console.Console) -
     console.print(f"written to {out}: report.html, report.json, pictures, answers", highlight=False, markup=False)
 
 
-def _temperatures(texts: list[str]) -> list[float]:
+def temperatures_of(texts: list[str]) -> list[float]:
     """UserError unless they are temperatures."""
     try:
         values = [float(text) for text in texts]
