@@ -152,7 +152,9 @@ def _programs(
         program = examine(machine, mesh, target_features, target.module, frozen, *tokens, loops=(tiles,))
         programs.append((steps, program))
     scalar = placed(jax.ShapeDtypeStruct((), jnp.float32), mesh)
-    whole, loops = (SlotWeights(scalar, scalar), (batch.anchor_DxCxN.shape[1], tiles)) if packed else (1, ())
+    whole, loops = (SlotWeights(scalar, scalar), (tiles,)) if packed else (1, ())
+    if packed and (parts := batch.anchor_DxCxN.shape[1]) > 1:  # one part is no loop
+        loops = (parts, tiles)
     args = (setup, tables, state.params, state.step, features, batch, whole)
     programs.append((steps, examine(machine, mesh, part_totals, *args, loops=loops)))
     made: Totals = part_totals.eval_shape(*args)

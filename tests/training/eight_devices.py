@@ -70,7 +70,7 @@ SLOW = pytest.mark.slow
 
 def test_devices_send_weights_and_gradients_and_nothing_in_loops_over_the_context(alone, monkeypatch):
     config, texts = alone[0].copy_and_resolve_references(), []
-    config.mesh, config.train.batch_size = "1x2", 4
+    config.mesh, config.train.batch_size, config.target.dtype = "1x2", 4, "float32"
     monkeypatch.setattr(anchor_attention, "SMALL", 0)  # in tiles, as long sequences are
     monkeypatch.setattr(program, "traffic", lambda text, *_: texts.append(text) or {})
     plan = plan_training(config, Machine("", CHIPS["h100"], 2, tuple(jax.devices()[:2])))
