@@ -71,7 +71,9 @@ def get_base() -> ConfigDict:
     c.train.batch_size = 8  # sequences
     c.train.micro_steps = 1  # parts of a step, computed one after another: less memory, the same loss
     c.train.num_anchors = 512  # blocks per sequence, at most
-    c.train.blocks_at_once = 512  # whose activations are in memory together; more of them keep a larger device busy
+    # Blocks whose activations are in memory together: more of them keep a larger device busy, and on a mesh they share
+    # one gathering of the drafter's weights.
+    c.train.blocks_at_once = 512
     c.train.optimizer = "adamw"  # "muon": of the matrices, the rest AdamW's; "adafactor": less memory
     c.train.lr = 6e-4
     c.train.warmup_ratio = 0.04

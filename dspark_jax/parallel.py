@@ -9,11 +9,14 @@ sum hidden rows and statistics of rows. In-block heads are replicated: they are 
 """
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,3 +231,79 @@ def place_words(table: jax.Array, mesh: Mesh | None, whole: bool = False) -> jax
     """A table with a row for each word, split over the words; `whole`: replicated."""
     spec = P() if whole or not mesh else split(mesh, table.shape, (ALL, *(None,) * (table.ndim - 1)))
     return jax.device_put(table, NamedSharding(mesh, spec)) if mesh else table
+
+
+# ----------------------------------------------------------------------------------- whole while they are computed with
+
+
+@flax.struct.dataclass
+class Part(nn.meta.AxisMetadata):
+    """A device's part of a parameter, inside `shard_map`: the Flax module that reads it gets it whole, in `dtype`.
+
+    `axis` counts from the end (-1), so that it stays right for a layer of a stack; the mesh's `axes` divide it.
+    Gradients are summed over the devices in the part's own dtype; each gets those of its part.
+    """
+
+    value: jax.Array
+    axis: int = flax.struct.field(pytree_node=False)
+    axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
+    dtype: jnp.dtype = flax.struct.field(pytree_node=False)
+
+    def astype(self, dtype: jnp.dtype) -> "Part":
+        """Gathered in another dtype."""
+        return self.replace(dtype=jnp.dtype(dtype))
+
+    def unbox(self) -> jax.Array:
+        return _gather(self.value.ndim + self.axis, self.axes, self.dtype, self.value.dtype, self.value)
+
+    def replace_boxed(self, value: jax.Array) -> "Part":
+        return self.replace(value=value)
+
+    def add_axis(self, index: int, params: dict) -> "Part":
+        return self
+
+    remove_axis = add_axis
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(axis: int, axes: tuple[str, ...], dtype: jnp.dtype, own: jnp.dtype, part: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(part.astype(dtype), axes, axis=axis, tiled=True)
+
+
+def _scatter(
+    axis: int, axes: tuple[str, ...], dtype: jnp.dtype, own: jnp.dtype, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    gradient = gradient.astype(own)
+    if axis:
+        return (jax.lax.psum_scatter(gradient, axes, scatter_dimension=axis, tiled=True),)
+    # Of rows in a dimension of their own: TPU's compiler makes an all-reduce of the tiled form where they are no 2^n.
+    parts = gradient.reshape(jax.lax.psum(1, axes), -1, *gradient.shape[1:])
+    return (jax.lax.psum_scatter(parts, axes, scatter_dimension=0, tiled=False),)
+
+
+_gather.defvjp(lambda *args: (_gather(*args), None), _scatter)
+
+
+def is_part(x: Any) -> bool:
+    return isinstance(x, Part)
+
+
+def in_parts(params: Any, specs: Any) -> Any:
+    """Inside `shard_map`: what a device has of parameters that come in by `specs`, as `Part`s where it is not all."""
+
+    def one(a: jax.Array, spec: P) -> Any:
+        at = next((n for n, axes in enumerate(spec) if axes), None)
+        if at is None:
+            return a
+        axes = spec[at] if isinstance(spec[at], tuple) else (spec[at],)
+        return Part(a, at - a.ndim, axes, a.dtype)
+
+    return jax.tree.map(one, params, specs)
+
+
+def layer_by_layer(step: Callable[..., Any], stacks: Any) -> Callable[..., Any]:
+    """A scan's step that gathers a layer's parts again for the gradient: else all layers would be kept whole."""
+    if not any(map(is_part, jax.tree.leaves(stacks, is_leaf=is_part))):
+        return step
+    # Products are kept, so little is computed twice; a scan's body needs no barrier against being merged with itself.
+    return jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False)

@@ -1,10 +1,14 @@
 """What rows attend to, for every kind of attention layer: the bridge from the models to the kernels."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from dspark_jax.models.config import DecoderConfig
 from dspark_jax.models.layers import Layer, LayerAttend
+from dspark_jax.parallel import MODEL, divided
 from pallas_kernels.anchor_attention import anchor_attention
 from pallas_kernels.ragged_attention import Prefix, Rows, ragged_attention
 
@@ -60,16 +64,30 @@ def attend_documents(config: DecoderConfig, position_BxS: jax.Array, align: int)
     """
     batch, length = position_BxS.shape
     anchor = jnp.broadcast_to(jnp.arange(0, length, align), (batch, length // align))
-    start, keep = anchor - position_BxS[:, ::align], jnp.ones(anchor.shape, bool)
+    blocks = anchor, jnp.ones(anchor.shape, bool), anchor - position_BxS[:, ::align]
 
     def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         kind = config.attention[layer.kind]
-        context = (a.reshape(batch, length, *a.shape[1:]) for a in (k, v))
-        q_block, k_block, v_block = (a.reshape(*anchor.shape, align, *a.shape[1:]) for a in (q, k, v))
-        out = anchor_attention(
-            q_block, *context, k_block, v_block, anchor, keep, kind.softmax_scale, start_BxN=start, causal=True,
-            window=kind.window,
-        )  # fmt: skip
-        return out.reshape(q.shape)
+
+        def own(blocks: tuple[jax.Array, ...], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            anchor, keep, start = blocks
+            context = (a.reshape(batch, length, *a.shape[1:]) for a in (k, v))
+            q_block, k_block, v_block = (a.reshape(*anchor.shape, align, *a.shape[1:]) for a in (q, k, v))
+            out = anchor_attention(
+                q_block, *context, k_block, v_block, anchor, keep, kind.softmax_scale, start_BxN=start, causal=True,
+                window=kind.window,
+            )  # fmt: skip
+            return out.reshape(q.shape)
+
+        return _by_heads(own, kind.num_kv_heads)(blocks, q, k, v)
 
     return attend
+
+
+def _by_heads(attend: Callable[..., jax.Array], num_kv_heads: int) -> Callable[..., jax.Array]:
+    """`attend(blocks, q, k, v)` with heads divided over `model`: the compiler would move tiles, millions of them."""
+    axes = divided(num_kv_heads, jax.sharding.get_abstract_mesh(), MODEL)
+    if axes is None:
+        return attend
+    heads = P(None, axes)
+    return jax.shard_map(attend, in_specs=(P(), heads, heads, heads), out_specs=heads, check_vma=False)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.models.config import Attention, DecoderConfig, Rope
-from dspark_jax.parallel import replicated
+from dspark_jax.parallel import layer_by_layer, replicated
 
 Params = Any
 # attend(q [N,H,D], k [N,KV,D], v [N,KV,D]) -> [N,H,D]; the caller decides what each row may see.
@@ -173,7 +173,8 @@ def stacked_layers(
             for kind, key, count in zip(config.attention, keys, counts, strict=True)
         )
 
-    return module.param("layers", init)
+    # Read as they are: parts of weights (`parallel.Part`) become whole layer by layer.
+    return module.param("layers", init) if module.is_initializing() else module.get_variable("params", "layers")
 
 
 def scan_layers(
@@ -202,7 +203,7 @@ def scan_layers(
         return carry, tuple(out[0] if len(out) == 1 else jax.tree.map(lambda *a: jnp.stack(a), *out) for out in outs)
 
     grouped = tuple(jax.tree.map(lambda a, n=n: group(a, n), stack) for stack, n in zip(stacks, counts, strict=True))
-    carry, outs = jax.lax.scan(step, carry, (jnp.arange(steps), grouped))
+    carry, outs = jax.lax.scan(layer_by_layer(step, stacks), carry, (jnp.arange(steps), grouped))
     flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
     return carry, tuple(out if n == 1 else jax.tree.map(flat, out) for out, n in zip(outs, counts, strict=True))
 

@@ -14,11 +14,14 @@ _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 _CONDITION = re.compile(r" while\(.*condition=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 # A loop that counts up from 0, as a scan does, ends where its counter reaches a constant.
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # as some compilers say it; TPU's does not
 _END = re.compile(r"ROOT .* compare\([^,]*?%[\w.\-]+, [^,]*?%([\w.\-]+)\), direction=LT")
 # Who takes part together: lists of devices, a grid of them, or some axes of a mesh.
 _LISTS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GRID = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
+# TPU's compiler writes a collective into all fusions that run beside it, a chain from its start to its end.
+_CHAINED, _STARTS = "chain_id=", 'custom_call_target="AsyncCollectiveStart"'
 
 
 class Sent(NamedTuple):
@@ -66,8 +69,11 @@ def _of(name: str, lines: dict[str, list[str]], devices: int, loops: tuple[float
         for kind, sent in found.items():
             total[kind] = total.get(kind, Sent()).plus(sent, times)
 
+    starts = any(_STARTS in line for line in lines.get(name, ()))
     for line in lines.get(name, ()):
         kind, sent = _collective(line, devices)
+        if sent and _CHAINED in line and not starts:
+            continue
         if sent:
             add({kind: sent})
             continue  # what it calls adds two numbers
@@ -91,7 +97,7 @@ def _loop(line: str, lines: dict[str, list[str]], loops: tuple[float, ...]) -> t
         return 1, loops
     text = "\n".join(lines.get(condition[1], ()))
     end = _END.search(text)
-    known = end and re.search(rf"%{re.escape(end[1])} = .*? constant\((\d+)\)", text)
+    known = _TRIPS.search(line) or end and re.search(rf"%{re.escape(end[1])} = .*? constant\((\d+)\)", text)
     return (int(known[1]), loops) if known else (loops[0] if loops else 1, loops[1:])
 
 

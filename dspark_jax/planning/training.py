@@ -28,7 +28,7 @@ from dspark_jax.training.drafters import loss_settings
 from dspark_jax.training.features import Features, target_features
 from dspark_jax.training.losses import SlotWeights
 from dspark_jax.training.optimizers import make_optimizer
-from dspark_jax.training.sharding import EVERY, stored_in_parts
+from dspark_jax.training.sharding import EVERY, stored_specs
 from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import Totals, apply_gradients, part_totals
 from pallas_kernels.anchor_attention.tiled import CONTEXT
@@ -98,7 +98,7 @@ def _setup(config: ConfigDict, drafter: Drafter, mesh: AnyMesh) -> tuple[Setup, 
 
 
 def _in_parts(tree: Any, mesh: AnyMesh) -> Any:
-    return jax.tree.map(lambda a: placed(a, mesh, stored_in_parts(a.shape, mesh.size)), tree)
+    return jax.tree.map(lambda a, spec: placed(a, mesh, spec), tree, stored_specs(tree, mesh.size))
 
 
 def _batch(config: ConfigDict, sequences: int, mesh: AnyMesh, padded: bool) -> Pack | Batch:
@@ -152,7 +152,9 @@ def _programs(
         program = examine(machine, mesh, target_features, target.module, frozen, *tokens, loops=(tiles,))
         programs.append((steps, program))
     scalar = placed(jax.ShapeDtypeStruct((), jnp.float32), mesh)
-    whole, loops = (SlotWeights(scalar, scalar), (batch.anchor_DxCxN.shape[1], tiles)) if packed else (1, ())
+    whole, loops = (SlotWeights(scalar, scalar), (tiles,)) if packed else (1, ())
+    if packed and (parts := batch.anchor_DxCxN.shape[1]) > 1:  # one part is no loop
+        loops = (parts, tiles)
     args = (setup, tables, state.params, state.step, features, batch, whole)
     programs.append((steps, examine(machine, mesh, part_totals, *args, loops=loops)))
     made: Totals = part_totals.eval_shape(*args)

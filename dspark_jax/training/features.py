@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from dspark_jax.interop.target_io import Target, log_totals
 from dspark_jax.models.attention import attend_documents
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
+from dspark_jax.parallel import in_parts, place_tree, row_spec
 from dspark_jax.training.sharding import EVERY, own_places, put_together
 
 HEAD_ROWS = 256  # rows whose full-vocabulary logits are there at a time
@@ -52,7 +54,8 @@ def target_features(
 ) -> Features:
     """Runs the frozen target over sequences, or over packs: `position_BxS` are then the tokens' places in documents.
 
-    On a mesh each row of `data` runs its own packs; too few packs are run by all.
+    On a mesh each device runs its own packs and gathers the target's weights layer by layer, which sends less than
+    rows do where there are thousands. Too few packs are run by all devices together.
     """
     if position_BxS is None:
         position_BxS = jnp.broadcast_to(jnp.arange(token_BxS.shape[1]), token_BxS.shape)
@@ -60,12 +63,13 @@ def target_features(
     if mesh.empty:
         return run(params, token_BxS, position_BxS)
     if len(token_BxS) % mesh.size:
-        out, spec = run(params, token_BxS, position_BxS), P()
-    else:
-        rows, spec = P("data"), P(EVERY)
-        split = jax.shard_map(run, in_specs=(P(), rows, rows), out_specs=rows, axis_names={"data"}, check_vma=False)
-        out = split(params, token_BxS, position_BxS)
-    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, spec), out)
+        out = run(params, token_BxS, position_BxS)
+        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), out)
+    specs = place_tree(params, lambda path, a: row_spec(path, a.shape, module.config.heads, mesh))
+    local = lambda params, *packs: run(in_parts(params, specs), *packs)  # noqa: E731
+    own = P(EVERY)
+    split = jax.shard_map(local, in_specs=(specs, own, own), out_specs=own, check_vma=False)
+    return split(params, token_BxS, position_BxS)
 
 
 def _features(module: Decoder, params: Params, token_BxS: jax.Array, position_BxS: jax.Array) -> Features:
@@ -80,6 +84,8 @@ def _log_totals(module: Decoder, params: Params, hidden_BxSxH: jax.Array) -> jax
     """`log_totals`, some rows of a long pack at a time."""
     batch, length, width = hidden_BxSxH.shape
     rows = hidden_BxSxH.reshape(-1, math.gcd(length, HEAD_ROWS), width)
+    head = "embedding" if module.config.tied else "lm_head"
+    params = params | {head: nn.meta.unbox(params[head])}  # whole once, not for every few rows
     return log_totals(module, params, rows).reshape(batch, length)
 
 

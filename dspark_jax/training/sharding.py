@@ -2,7 +2,8 @@
 
 Packs (sequences, of Eagle3) are divided over all devices, whatever the mesh: each computes the drafter on its own, and
 sums are what they exchange. Parameters, optimizer state and average are stored in parts (FSDP, ZeRO; arXiv 1910.02054),
-gathered where a step reads them, and gradients arrive in the same parts. The target alone is divided by `model`.
+gathered weight by weight in the dtype of the compute where a model reads them, and gradients arrive in the same parts.
+The target alone is divided by `model`, and gathered alike.
 """
 
 import dataclasses
@@ -18,19 +19,28 @@ from jax.sharding import PartitionSpec as P
 
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.layers import Params
-from dspark_jax.parallel import shared_out
+from dspark_jax.parallel import in_parts, is_part, place_tree, shared_out
 
 EVERY = ("data", "model")
 SMALL = 1 << 10  # numbers; an array of fewer is not worth a message
 
 
-def stored_in_parts(shape: tuple[int, ...], devices: int) -> P:
-    """The longest dimension that `devices` divides, of equals the first; small arrays are whole everywhere."""
+def stored_in_parts(shape: tuple[int, ...], devices: int, stacked: bool = False) -> P:
+    """The longest dimension that `devices` divides, of equals the first; small arrays are whole everywhere.
+
+    `stacked`: the first dimension are layers. A layer is gathered when its turn comes, so all devices have some of it.
+    """
     sizes = [size if size % devices == 0 else 0 for size in shape]
+    sizes[:1] = [0] if stacked else sizes[:1]
     if math.prod(shape) < SMALL or not any(sizes):
         return P()
     at = sizes.index(max(sizes))
     return P(*(None,) * at, EVERY)
+
+
+def stored_specs(tree: Any, devices: int) -> Any:
+    """By which specs parameters, or an optimizer's state of them, are stored."""
+    return place_tree(tree, lambda path, a: stored_in_parts(a.shape, devices, "layers" in path))
 
 
 def stored(tree: Any) -> Any:
@@ -38,39 +48,46 @@ def stored(tree: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return tree
-    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, stored_in_parts(a.shape, mesh.size)), tree)
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, stored_specs(tree, mesh.size))
 
 
 def made_in_parts(make: Callable[[Params], Any], params: Params, mesh: Mesh | None) -> Any:
     """`make(params)` in the parts in which it is stored; `params` are whole, the same in all processes."""
     if mesh is None:
         return make(params)
-    part = lambda a: stored_in_parts(a.shape, mesh.size)  # noqa: E731
-    params = jax.tree.map(lambda a: shared_out(a, mesh, part(a)), params)
-    shardings = jax.tree.map(lambda a: NamedSharding(mesh, part(a)), jax.eval_shape(make, params))
-    return jax.jit(make, out_shardings=shardings)(params)
+    params = jax.tree.map(lambda a, spec: shared_out(a, mesh, spec), params, stored_specs(params, mesh.size))
+    specs = stored_specs(jax.eval_shape(make, params), mesh.size)
+    return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))(params)
 
 
-def summed(function: Callable[..., Any], whole: tuple, own: tuple) -> Any:
-    """`function(*whole, *own)` added up over the devices, which have a part each of the first dimension of `own`.
+def summed(
+    function: Callable[..., Any],
+    params: Params,
+    whole: tuple,
+    own: tuple,
+    specs: Callable[[Any], Any] = lambda of_params: P(),
+) -> Any:
+    """`function(params, *whole, *own)` added up over the devices; each has a part of the first dimension of `own`.
 
-    Large results are left in the parts in which they are stored: each device gets the sum of its own.
+    Parameters come as `Part`s, and so do gradients by them, already added up: they stay in parts. `specs`: of what is
+    made, by those of the parameters.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return function(*whole, *own)
+        return function(params, *whole, *own)
+    of_params = stored_specs(params, mesh.size)
+    add = lambda a: a.value if is_part(a) else jax.lax.psum(a, EVERY)  # noqa: E731
 
-    def add(array: jax.Array) -> jax.Array:
-        spec = stored_in_parts(array.shape, mesh.size)
-        if not spec:
-            return jax.lax.psum(array, EVERY)
-        return jax.lax.psum_scatter(array, EVERY, scatter_dimension=len(spec) - 1, tiled=True)
+    def local(params: Params, whole: tuple, own: tuple) -> Any:
+        return jax.tree.map(add, function(in_parts(params, of_params), *whole, *own), is_leaf=is_part)
 
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((len(a) // mesh.size, *a.shape[1:]), a.dtype), own)
-    shapes = jax.eval_shape(function, *whole, *one)
-    specs = jax.tree.map(lambda a: stored_in_parts(a.shape, mesh.size), shapes)
-    local = lambda whole, own: jax.tree.map(add, function(*whole, *own))  # noqa: E731
-    return jax.shard_map(local, in_specs=(P(), P(EVERY)), out_specs=specs, check_vma=False)(whole, own)
+    specs_in, specs_out = (of_params, P(), P(EVERY)), specs(of_params)
+    return jax.shard_map(local, in_specs=specs_in, out_specs=specs_out, check_vma=False)(params, whole, own)
+
+
+def most(count: jax.Array) -> jax.Array:
+    """Inside `summed`: the largest of all devices' counts. Loops that gather weights run as often on all of them."""
+    return count if jax.sharding.get_abstract_mesh().empty else jax.lax.pmax(count, EVERY)
 
 
 def own_places(count: int, mesh: Mesh | None) -> list[int]:

@@ -5,6 +5,7 @@ import functools
 import math
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from dspark_jax.models.attention import attend_blocks
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
 from dspark_jax.models.layers import KeysValues, Params
+from dspark_jax.parallel import is_part
 from dspark_jax.training.anchors import Blocks
 from dspark_jax.training.eagle3 import Eagle3Loss, eagle3_loss, position_masks
 from dspark_jax.training.features import Features
@@ -184,7 +186,7 @@ def _judged(
 
 def computed_in(dtype: jnp.dtype, params: Params, features: Features) -> tuple[Params, Features]:
     """Parameters and features in the target's dtype; the optimizer keeps float32."""
-    return jax.tree.map(lambda a: a.astype(dtype), params), features.astype(dtype)
+    return jax.tree.map(lambda a: a.astype(dtype), params, is_leaf=is_part), features.astype(dtype)
 
 
 def eagle3_step_loss(
@@ -192,6 +194,7 @@ def eagle3_step_loss(
 ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
     """The loss of a batch's part of an update of `rows` sequences, the metrics' sums, and how many rows are learnt."""
     params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
+    params = nn.meta.unbox(params)  # its one layer is read in every step of the test
     value, sums = eagle3_loss(setup.drafter, setup.weights, params, borrowed, features, batch, rows)
     return value, (sums, jnp.sum(position_masks(batch.loss_mask_BxS, batch.length_B, 1)))
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from dspark_jax.data.batches import Batch
 from dspark_jax.data.packing import MicroBatch, Pack
@@ -25,7 +26,7 @@ from dspark_jax.models.layers import Params
 from dspark_jax.training.anchors import Blocks, make_blocks
 from dspark_jax.training.features import Features, on_devices
 from dspark_jax.training.losses import SlotWeights, slot_weights, wholes
-from dspark_jax.training.sharding import stored, summed
+from dspark_jax.training.sharding import most, stored, summed
 from dspark_jax.training.step import (
     ContextKV,
     Setup,
@@ -95,7 +96,7 @@ def divisors(
 @functools.partial(jax.jit, static_argnames="setup")
 def pack_weights(setup: Setup, borrowed: Borrowed, pack: Pack) -> SlotWeights:
     """What the slots of all blocks of the packs weigh."""
-    return summed(functools.partial(_pack_weights, setup), (borrowed,), (pack,))
+    return summed(lambda _, *args: _pack_weights(setup, *args), None, (borrowed,), (pack,))
 
 
 def _pack_weights(setup: Setup, borrowed: Borrowed, pack: Pack) -> SlotWeights:
@@ -116,11 +117,12 @@ def part_totals(
 ) -> Totals:
     """A micro-batch's part of the loss and of its gradients. `whole`: what all of the update is divided by."""
     totals = _eagle3_totals if isinstance(setup.drafter, Eagle3) else _block_totals
-    return summed(functools.partial(totals, setup), (borrowed, params, step, whole), (features, batch))
+    specs = lambda of_params: Totals(of_params, P(), P(), P())  # noqa: E731
+    return summed(functools.partial(totals, setup), params, (borrowed, step, whole), (features, batch), specs)
 
 
 def _eagle3_totals(
-    setup: Setup, borrowed: Borrowed, params: Params, step: jax.Array, rows: int, features: Features, batch: Batch
+    setup: Setup, params: Params, borrowed: Borrowed, step: jax.Array, rows: int, features: Features, batch: Batch
 ) -> Totals:
     loss = functools.partial(eagle3_step_loss, setup)
     (value, (sums, blocks)), grads = jax.value_and_grad(loss, has_aux=True)(params, borrowed, features, batch, rows)
@@ -130,10 +132,10 @@ def _eagle3_totals(
 @functools.partial(jax.jit, static_argnames="setup")
 def reached_weights(setup: Setup, borrowed: Borrowed, params: Params, features: Features, pack: Pack) -> SlotWeights:
     """What the slots of all blocks of the packs weigh by D-PACE."""
-    return summed(functools.partial(_reached_weights, setup), (borrowed, params), (features, pack))
+    return summed(functools.partial(_reached_weights, setup), params, (borrowed,), (features, pack))
 
 
-def _reached_weights(setup: Setup, borrowed: Borrowed, params: Params, features: Features, pack: Pack) -> SlotWeights:
+def _reached_weights(setup: Setup, params: Params, borrowed: Borrowed, features: Features, pack: Pack) -> SlotWeights:
     context_kv = _context(setup, borrowed, params, features, pack)
     weigh = lambda blocks: drafter_weights(setup, params, borrowed, features, blocks, context_kv)  # noqa: E731
     return _over_blocks(setup, pack, weigh)
@@ -150,13 +152,13 @@ def part_measures(
     whole: SlotWeights | int,
 ) -> dict[str, Any]:
     """The loss and the metrics' sums of a micro-batch, as `apply_gradients` has them for a step; no gradients."""
-    return summed(functools.partial(_measures, setup), (borrowed, params, step, whole), (features, batch))
+    return summed(functools.partial(_measures, setup), params, (borrowed, step, whole), (features, batch))
 
 
 def _measures(
     setup: Setup,
-    borrowed: Borrowed,
     params: Params,
+    borrowed: Borrowed,
     step: jax.Array | int,
     whole: SlotWeights | int,
     features: Features,
@@ -176,8 +178,8 @@ def _measures(
 
 def _block_totals(
     setup: Setup,
-    borrowed: Borrowed,
     params: Params,
+    borrowed: Borrowed,
     step: jax.Array,
     whole: SlotWeights,
     features: Features,
@@ -214,8 +216,10 @@ def _over_blocks(setup: Setup, pack: Pack, one: Callable[[Blocks], Any]) -> Any:
         return one(_blocks(setup, pack, anchors, keep))
 
     anchor_DxCxN, keep_DxCxN = jnp.asarray(pack.anchor_DxCxN), jnp.asarray(pack.keep_DxCxN)
-    zeros = jax.tree.map(_wide_zeros, jax.eval_shape(some, 0))
-    used = jnp.max(jnp.sum(jnp.any(keep_DxCxN, axis=-1), axis=-1))
+    if anchor_DxCxN.shape[1] == 1:  # of a loop the compiler would compute the first forward pass outside, and again
+        return jax.tree.map(lambda a: a.astype(_wide(a.dtype)), some(0))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, _wide(a.dtype)), jax.eval_shape(some, 0))
+    used = most(jnp.max(jnp.sum(jnp.any(keep_DxCxN, axis=-1), axis=-1)))
     return jax.lax.fori_loop(0, used, lambda i, added: _add(added, some(i)), zeros)
 
 
@@ -224,10 +228,9 @@ def _blocks(setup: Setup, pack: Pack, anchor_DxN: jax.Array, keep_DxN: jax.Array
     return make_blocks(tokens, mask, anchor_DxN, keep_DxN, setup.drafter.config.num_drafts, position)
 
 
-def _wide_zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """What many gradients or counts are added to: in at least float32, if they are not counts."""
-    floats = jnp.issubdtype(shape.dtype, jnp.floating)
-    return jnp.zeros(shape.shape, jnp.promote_types(shape.dtype, jnp.float32) if floats else shape.dtype)
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """In what many gradients or counts are added: at least float32, if they are not counts."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _add(a: Any, b: Any) -> Any:

@@ -109,6 +109,33 @@ def test_collectives_count_as_often_as_their_loops_run():
     assert sent_bytes(HLO, 8) == pytest.approx(reduced + gathered + 2 * 4 * 3 + 8)
 
 
+FUSED = """
+%start (a: bf16[2,8]) -> (bf16[2,8], bf16[16,8]) {
+  %ag.1 = bf16[16,8]{1,0} all-gather(%a), replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="3"}
+  ROOT %c = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (a: bf16[2,8]) -> bf16[16,8] {
+  ROOT %ag.2 = bf16[16,8]{1,0} all-gather(%a), replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="3"}
+}
+
+%done (a: bf16[2,8]) -> bf16[16,8] {
+  %ag.3 = bf16[16,8]{1,0} all-gather(%a), replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="3"}
+  ROOT %c = bf16[16,8]{1,0} custom-call(%a, %ag.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[2,8]) -> bf16[16,8] {
+  %s = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) fusion(%x), kind=kCustom, calls=%start
+  %b = bf16[16,8]{1,0} fusion(%x), kind=kOutput, calls=%beside
+  ROOT %d = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%done
+}
+"""
+
+
+def test_a_collective_that_is_fused_with_what_runs_beside_it_counts_once():
+    assert traffic(FUSED, 8) == {"all-gather": pytest.approx((1, 16 * 8 * 2 * 7 / 8))}
+
+
 def test_chips_are_in_the_order_of_their_makers():
     assert CHIPS["v5e"].memory == 16 * GIB
     for name in ("memory", "bandwidth", "operations", "links"):

@@ -9,8 +9,13 @@ import pytest
 
 from dspark_jax import prepare_features
 from dspark_jax.interop.target_io import load_target
+from dspark_jax.planning import program
+from dspark_jax.planning.chips import CHIPS, Machine
+from dspark_jax.planning.collectives import traffic
+from dspark_jax.planning.training import plan_training
 from dspark_jax.training import loop
 from dspark_jax.training.sharding import SMALL
+from pallas_kernels import anchor_attention
 from tests.training.mesh_runs import answered_config, rows_of
 
 
@@ -61,6 +66,20 @@ def moved(config, folder):
 
 
 SLOW = pytest.mark.slow
+
+
+def test_devices_send_weights_and_gradients_and_nothing_in_loops_over_the_context(alone, monkeypatch):
+    config, texts = alone[0].copy_and_resolve_references(), []
+    config.mesh, config.train.batch_size, config.target.dtype = "1x2", 4, "float32"
+    monkeypatch.setattr(anchor_attention, "SMALL", 0)  # in tiles, as long sequences are
+    monkeypatch.setattr(program, "traffic", lambda text, *_: texts.append(text) or {})
+    plan = plan_training(config, Machine("", CHIPS["h100"], 2, tuple(jax.devices()[:2])))
+    features, gradients, _ = (traffic(text, 2, (1, 1)) for text in texts)
+    assert (features, gradients) == tuple(traffic(text, 2, (1000, 1000)) for text in texts[:2])
+    sent = lambda found: sum(one.bytes for one in found.values())  # noqa: E731
+    assert 0 < sent(features) < 1.5 * plan.parts["target weights"]
+    # Weights are gathered twice; gradients come back, on this compiler as whole sums (twice the bytes).
+    assert 0 < sent(gradients) < 4.5 * plan.parts["drafter weights, float32"]
 
 
 @pytest.mark.parametrize("mesh", ["2x4", *(pytest.param(mesh, marks=SLOW) for mesh in ("1x1", "2x1", "8x1"))])

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from dspark_jax.data.batches import Batch
 from dspark_jax.data.packing import micro_batches
 from dspark_jax.training.parts import filled_up
-from dspark_jax.training.sharding import EVERY, own_places, stored_in_parts
+from dspark_jax.training.sharding import EVERY, own_places, stored_in_parts, stored_specs
 from tests.test_processes import free_address
 from tests.training.mesh_runs import answered_config, rows_of
 from tests.training.test_packing import samples_of
@@ -43,6 +43,11 @@ def get_config():
 )
 def test_the_longest_dimension_that_all_devices_divide_is_divided(shape, devices, spec):
     assert stored_in_parts(shape, devices) == spec
+
+
+def test_a_stack_of_layers_is_never_divided_by_layers():
+    tree = {"layers": ({"kernel": np.ones((5, 33, 47)), "norm": np.ones((5, 303))},), "fc": np.ones((40, 33))}
+    assert stored_specs(tree, 5) == {"layers": ({"kernel": P(), "norm": P()},), "fc": P(EVERY)}
 
 
 def test_a_micro_batch_has_the_same_samples_and_anchors_on_any_number_of_devices():
