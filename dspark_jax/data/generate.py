@@ -69,7 +69,7 @@ def write_prompts(
         progress.update(len(texts))
         while len(texts) < count:
             first = len(out.done)
-            ids = [str(i) for i in range(first, first + WAVE)]
+            ids = [str(i) for i in range(first, first + min(WAVE, 2 * count))]  # about half of them are kept
             starts = [openings[int(i) % len(openings)] for i in ids]
             prompts = [tokenizer.encode(opening + start) for start in starts]
             params = [
