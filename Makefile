@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo peers test test-slow test-interop lint clean
+.PHONY: demo peers test test-slow test-notebook test-interop lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m dspark_jax demo --config=configs/smollm2_135m.py
@@ -16,6 +16,9 @@ test: .venv/installed-test lint
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+test-notebook: .venv/installed-test
+	$(BIN)/python -m pytest tests/test_quickstart.py
 
 # Exports, proved by PyTorch's speculators, in an environment of its own: it holds other packages back.
 test-interop: .venv-interop/installed

@@ -1,6 +1,7 @@
 """The commands that documents, docstrings and notebooks show, and whether the command-line doors would take them."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import re
@@ -57,12 +58,21 @@ def shell_commands(text: str) -> Iterator[list[str]]:
         line = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), line)  # noqa: B023
         if assigned := re.fullmatch(r"(?:export )?(\w+)=\"?([^\"]*)\"?", line):
             variables[assigned[1]] = assigned[2]
-        if not re.search(r"(?:^|[\s/\"'])(python3?|make) ", line):
+        found = re.search(r"(?:^|[\s/\"'])(python3?|make) ", line)
+        if not found:
             continue
-        line = _OPEN_CONFIG.sub(f"--config={ANY_CONFIG}", re.sub(r"\[(--[^\]]*)\]", r"\1", line))
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        yield from _split(list(lexer))
+        try:
+            yield from _split(_words(line))
+        except ValueError:  # a sentence with an apostrophe goes before it
+            yield from _split(_words(line[found.start(1) :]))
+
+
+def _words(line: str) -> list[str]:
+    """A line in the words that a shell sees, what is optional among them. ValueError where a quote is open."""
+    line = _OPEN_CONFIG.sub(f"--config={ANY_CONFIG}", re.sub(r"\[(--[^\]]*)\]", r"\1", line))
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    return list(lexer)
 
 
 def _split(words: list[str]) -> Iterator[list[str]]:
@@ -147,8 +157,11 @@ def _parse(module: ModuleType, argv: list[str]) -> None:
     raise Wrong(f"{' '.join(argv)}: read no config")
 
 
-def check_words(code: str) -> None:
-    """The same for words in backticks: a command, or a part of one, or a config's key."""
+def check_words(code: str, around: str = "") -> None:
+    """The same for words in backticks: a command, or a part of one, or a config's key.
+
+    A flag that stands in the blocks `around` them, where commands are checked whole, may be another program's.
+    """
     first, _, rest = code.partition(" ")
     if first in ("python", "make") and rest:
         for words in shell_commands(code):
@@ -158,9 +171,9 @@ def check_words(code: str) -> None:
         for words in shell_commands(f"python -m dspark_jax {code}{config}"):
             check_command(words)
     elif first.startswith("--config."):
-        check_command(["python", "train.py", f"--config={ANY_CONFIG}", *code.split()])
+        check_command(["python", "train.py", f"--config={ANY_CONFIG}", *code.replace("DATAxMODEL", "1x1").split()])
     elif flag := re.fullmatch(r"--([\w-]+)(?:=.*)?", code):
-        if flag[1] not in known_flags():
+        if flag[1] not in known_flags() and code not in around:
             raise Wrong(f"{code}: no command has such a flag")
     elif key := _KEY.fullmatch(code):
         section, _, name = key[1].partition(".")
@@ -168,6 +181,7 @@ def check_words(code: str) -> None:
             raise Wrong(f"{code}: configs/base.py has no {key[1]}")
 
 
+@functools.cache
 def known_flags() -> set[str]:
     """The flags of all doors."""
     names = {"config", "help"}

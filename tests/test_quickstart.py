@@ -47,7 +47,7 @@ def test_every_cell_is_python_and_its_commands_would_be_taken(monkeypatch: pytes
     found = 0
     for source in SOURCES:
         ast.parse(TransformerManager().transform_cell(source))
-        for line in re.findall(r"^\s*!(.*(?:\\\n.*)*)", source, re.MULTILINE):
+        for line in re.findall(r"^\s*!((?:.*\\\n)*.*)", source, re.MULTILINE):
             for words in shell_commands(re.sub(r"\{(\w+)\}", lambda dial: str(dials.get(dial[1])), line)):
                 check_command(words)
                 found += 1
@@ -63,7 +63,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # the notebook changes it
+    for name in ("PATH", "TTY_COMPATIBLE"):  # the notebook changes them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setattr(sys, "argv", ["notebook"])
     yield InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     InteractiveShell.clear_instance()
@@ -77,7 +78,7 @@ def test_the_notebook_runs(shell: Any, chat_model: Path, tmp_path: Path, capfd: 
     config, prompts = tmp_path / "tiny.py", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"question number {i}?"}) + "\n" for i in range(8)))
     config.write_text(TINY.format(target=str(chat_model), prompts=str(prompts)))
-    dials = {"CONFIG": str(config), "WORKDIR": str(tmp_path / "run"), "PROMPTS": 8, "STEPS": 10, "TOKENS": 8}
+    dials = {"CONFIG": str(config), "WORKDIR": str(tmp_path / "run"), "PROMPTS": 8, "STEPS": 10, "TOKENS": 32}
     before = jax.config.jax_default_matmul_precision
     try:
         for number, source in enumerate(SOURCES):
