@@ -28,6 +28,7 @@ from dspark_jax.evaluation.report import describe_device, environment
 from dspark_jax.evaluation.timing import Clock, CpuUse, Timing
 from dspark_jax.evaluation.transformers_step import hf_settings, hf_tensors
 from dspark_jax.interop.target_io import Target
+from dspark_jax.progress import Progress
 from dspark_jax.serving import chat_prompt, load_models, make_engine
 
 PLAIN, LOOKUP, OFF, DRAFTED = "transformers", "transformers, prompt lookup", "dspark_jax, off", "dspark_jax, drafted"
@@ -119,7 +120,14 @@ def compare(
         LOOKUP: functools.partial(theirs, LOOKUP, True), DRAFTED: functools.partial(ours, DRAFTED),
     }  # fmt: skip
     clock, used = Clock(turns, compiled_programs), CpuUse()
-    times = clock.in_turn(calls, settle=False)
+    with Progress("turns", len(calls) * (turns + 1)) as progress:
+
+        def counted(name: str) -> float:
+            seconds = calls[name]()
+            progress.advance(1, f"{name}: {seconds:.1f} s")
+            return seconds
+
+        times = clock.in_turn({name: functools.partial(counted, name) for name in calls}, settle=False)
     others = used.others_percent(peer.cpu_seconds)
     rows = [_row(name, times[name], answers[name], answers[PLAIN]) for name in (PLAIN, LOOKUP, OFF, DRAFTED)]
     return {
