@@ -22,6 +22,7 @@ from dspark_jax.decoding.requests import prompt_token_ids
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.demo import PROMPTS
 from dspark_jax.errors import UserError
+from dspark_jax.evaluation.bench import warn_if_busy
 from dspark_jax.evaluation.equality import first_difference
 from dspark_jax.evaluation.measurements import compiled_programs, usable_threads
 from dspark_jax.evaluation.report import describe_device, environment
@@ -180,3 +181,4 @@ def print_report(report: dict[str, Any]) -> None:
     others = report["others_cpu_percent"]
     print(f"programs compiled after the warm-up: {report['compilations_after_warm_up']}")
     print("other processes' share of the CPUs: " + ("unknown" if others is None else f"{others:.0f} %"))
+    warn_if_busy(report)

@@ -1,6 +1,5 @@
 """The notebook: every cell is Python that names what exists, and all of them run, in order, on a tiny model."""
 
-import ast
 import json
 import os
 import re
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.shown_commands import ROOT, check_command, shell_commands
+from tests.shown_commands import ROOT, check_command, check_python, shell_commands
 
 IPython = pytest.importorskip("IPython")
 NOTEBOOK = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())
@@ -46,7 +45,7 @@ def test_every_cell_is_python_and_its_commands_would_be_taken(monkeypatch: pytes
     exec(SOURCES[DIALS], dials)
     found = 0
     for source in SOURCES:
-        ast.parse(TransformerManager().transform_cell(source))
+        check_python(TransformerManager().transform_cell(source))
         for line in re.findall(r"^\s*!((?:.*\\\n)*.*)", source, re.MULTILINE):
             for words in shell_commands(re.sub(r"\{(\w+)\}", lambda dial: str(dials.get(dial[1])), line)):
                 check_command(words)
