@@ -7,6 +7,7 @@ says which versions run. A line in, {"prompts": [[id]], "max_tokens", "eos", "lo
 {"seconds", "answers": [[id]], "cpu_seconds"}; the prompts are answered one after another, greedily.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -54,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # who asked is gone
+        main()
