@@ -2,16 +2,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-interop lint clean
+.PHONY: demo peers test test-slow test-notebook test-interop lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m dspark_jax demo --config=configs/smollm2_135m.py
+
+# Ours against transformers, which gets an environment of its own.
+peers: .venv/installed
+	$(BIN)/python -m bench.peers --config=configs/smollm2_135m.py
 
 test: .venv/installed-test lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+test-notebook: .venv/installed-test
+	$(BIN)/python -m pytest tests/test_quickstart.py
 
 # Exports, proved by PyTorch's speculators, in an environment of its own: it holds other packages back.
 test-interop: .venv-interop/installed
@@ -38,4 +45,4 @@ lint: .venv/installed-test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-interop .pytest_cache .ruff_cache tests/.programs
+	rm -rf .venv .venv-interop .venv-peers .pytest_cache .ruff_cache tests/.programs

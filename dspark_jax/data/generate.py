@@ -71,7 +71,7 @@ def write_prompts(
         progress.update(len(texts))
         while len(texts) < count:
             new = (str(i) for i in itertools.count() if str(i) not in out.done)
-            ids = list(itertools.islice(new, WAVE))
+            ids = list(itertools.islice(new, min(WAVE, 2 * count)))  # about half of them are kept
             starts, ends = zip(*(openings[int(i) % len(openings)].partition(REST)[::2] for i in ids), strict=True)
             prompts = [tokenizer.encode(opening + start) for start in starts]
             params = [

@@ -82,7 +82,7 @@ def _train(config: ConfigDict, given: flags.FlagValues) -> None:
 
     report = measure(config, given.repeats)
     print_report(report)
-    _warn_if_busy(report)
+    warn_if_busy(report)
     if given.json:
         write_json(given.json, report)
 
@@ -99,7 +99,7 @@ def _sweep(config: ConfigDict, given: flags.FlagValues) -> None:
     report = sweep(config, plan, path)
     run = report["run"]
     _show(path, f"{run['target']} on {describe_device(run)}", points_of(report, plan.loads))
-    _warn_if_busy(report)
+    warn_if_busy(report)
 
 
 def _simulate(given: flags.FlagValues) -> None:
@@ -189,10 +189,11 @@ def print_tables(report: dict[str, Any]) -> None:
     verdict = "no program was compiled after warm-up" if not count else f"{count} programs were compiled after warm-up"
     print(f"{verdict} (size of the jit caches before and after the timed parts)")
     _print_goals(report["goals"])
-    _warn_if_busy(report)
+    warn_if_busy(report)
 
 
-def _warn_if_busy(report: dict[str, Any]) -> None:
+def warn_if_busy(report: dict[str, Any]) -> None:
+    """Says so where other processes used so much of the machine that ratios say little."""
     if busy(report):
         share = f"other processes used {report['others_cpu_percent']:.0f} % of the CPUs"
         print(f"warning: {share}. PyTorch's waiting threads suffer more from that than XLA's: measure again in quiet")

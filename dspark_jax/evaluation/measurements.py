@@ -45,7 +45,7 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, Any]:
     """All measurements of a config, under the names of the JSON report. Times are in ms, speeds in tokens/s."""
     target, drafter, skipped = _load(config)
     clock, prompts = Clock(repeats, compiled_programs), random_prompts(max(BATCHES), CONTEXT, target.config.vocab_size)
-    theirs, reason = load_transformers(target, _threads())
+    theirs, reason = load_transformers(target, usable_threads())
     skipped |= {"transformers": reason} if reason else {}
     batches, together = (BATCHES, TOGETHER) if drafter else ((), ())
     used = CpuUse()
@@ -57,8 +57,8 @@ def measure(config: ConfigDict, repeats: int) -> dict[str, Any]:
         answers = run(together, lambda n: end_to_end(config, target, drafter, n, clock))
     floor["step_over_floor"] = {batch: row["ours_ms"] / floor["floor_ms"] for batch, row in step.items()}
     return {
-        **environment(), "threads": _threads(), "others_cpu_percent": used.others_percent(), "target": target.name,
-        "dtype": str(target.dtype), "drafter": drafter.name if drafter else None,
+        **environment(), "threads": usable_threads(), "others_cpu_percent": used.others_percent(),
+        "target": target.name, "dtype": str(target.dtype), "drafter": drafter.name if drafter else None,
         "strategy": config.serve.strategy, "sampler": config.serve.sampler, "repeats": repeats,
         "context_tokens": CONTEXT, "answer_tokens": ANSWER, "step": step, "floor": floor, "round": rounds,
         "end_to_end": answers, "compilations_after_warm_up": clock.compilations, "skipped": skipped,
@@ -90,7 +90,7 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(vocab_size, size=(count, length)).tolist()
 
 
-def _threads() -> int:
+def usable_threads() -> int:
     """CPUs this process may use: the threads that XLA starts."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

@@ -69,12 +69,12 @@ class CpuUse:
     def __init__(self):
         self._start = self._now()
 
-    def others_percent(self) -> float | None:
-        """Percent of all CPUs; None where the system does not tell."""
+    def others_percent(self, also_ours: float = 0.0) -> float | None:
+        """Percent of all CPUs; None where the system does not tell. `also_ours`: CPU seconds of processes of ours."""
         if self._start is None:
             return None
         busy, own, wall = (now - then for now, then in zip(self._now(), self._start, strict=True))
-        return 100 * max(busy - own, 0.0) / (wall * os.cpu_count())
+        return 100 * max(busy - own - also_ours, 0.0) / (wall * os.cpu_count())
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:

@@ -24,28 +24,28 @@ def load_transformers(target: Target, threads: int) -> tuple[Any | None, str]:
     import transformers
 
     torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_config(_hf_config(target))
-    model.load_state_dict({name: torch.from_numpy(np.array(a, np.float32)) for name, a in _hf_tensors(target).items()})
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_settings(target)))
+    model.load_state_dict({name: torch.from_numpy(np.array(a, np.float32)) for name, a in hf_tensors(target).items()})
     return model.to(getattr(torch, target.dtype.name)).eval(), ""
 
 
-def _hf_config(target: Target) -> Any:
-    import transformers
-
+def hf_settings(target: Target) -> dict[str, Any]:
+    """A target's sizes, as arguments of `AutoConfig.for_model`."""
     c, attention = target.config, target.config.attention[0]
     details = dataclasses.asdict(attention.rope)
     rope = {"rope_theta": details.pop("theta"), "rope_type": details.pop("kind")}
     if rope["rope_type"] != "default":
         rope |= {name: value for name, value in details.items() if value is not None}
-    return transformers.AutoConfig.for_model(
-        c.family, vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim, rms_norm_eps=c.rms_eps, max_position_embeddings=c.max_length, rope_parameters=rope,
-        attention_bias=c.qkv_bias, mlp_bias=c.mlp_bias, tie_word_embeddings=c.tied,
-    )  # fmt: skip
+    return {
+        "model_type": c.family, "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads,
+        "num_key_value_heads": attention.num_kv_heads, "head_dim": attention.head_dim, "rms_norm_eps": c.rms_eps,
+        "max_position_embeddings": c.max_length, "rope_parameters": rope, "attention_bias": c.qkv_bias,
+        "mlp_bias": c.mlp_bias, "tie_word_embeddings": c.tied,
+    }  # fmt: skip
 
 
-def _hf_tensors(target: Target) -> dict[str, Any]:
+def hf_tensors(target: Target) -> dict[str, Any]:
     """A target's weights under Hugging Face's names."""
     params, layers = target.params, layers_to_tensors(target.params["layers"], target.config)
     head = params["embedding"] if target.config.tied else params["lm_head"]["kernel"].T
