@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     from dspark_jax.evaluation.answers import answer_sets  # after the flags: a wrong flag need not wait for JAX
     from dspark_jax.evaluation.benchmarks import load_sets
     from dspark_jax.interop.target_io import load_target
+    from dspark_jax.parallel import parse_mesh
     from dspark_jax.training.data import make_answers
     from dspark_jax.training.loop import train
 
@@ -49,7 +50,9 @@ def main(argv: list[str]) -> None:
     for line in missing:
         console.print(f"left out: {line}", highlight=False, markup=False, soft_wrap=True)
     if not config.data.answers:  # all learn from the same ones
-        make_answers(config, load_target(config.target.path, dtype=config.target.dtype or None), out / "answers.jsonl")
+        mesh = parse_mesh(config.mesh)
+        target = load_target(config.target.path, dtype=config.target.dtype or None, mesh=mesh)
+        make_answers(config, target, out / "answers.jsonl")
     rows = []
     for name, variant in configs.items():
         console.rule(name)
