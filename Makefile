@@ -37,6 +37,11 @@ lint: .venv/installed-test
 
 .venv/installed-test: requirements-test.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	@# What compiles for GPUs that are not here, in a directory where only its tests look (docs/kernels.md).
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target=.venv/gpu-compiler \
+			jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12==12.9.86; fi
 	touch $@
 
 .venv-interop/installed: requirements.txt requirements-test.txt requirements-interop.txt

@@ -99,7 +99,8 @@ def devices() -> Iterator[Check]:
         from pallas_kernels.backends import choose
 
         memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-        kernels, why = choose("auto")
+        written = {"fused_verify": ("tpu", "gpu"), "distribution_loss": ("tpu",)}
+        kernels = {name: choose("auto", written=platforms) for name, platforms in written.items()}
         cpu = environment()["device"]
     except Exception as error:  # a backend that does not start, a package that is missing
         yield Check("devices", "jax", "problem", _reason(error))
@@ -108,7 +109,8 @@ def devices() -> Iterator[Check]:
         size = f", {memory / 2**30:.1f} GiB each" if memory else ""
         what = f"{cpu}, {os.cpu_count()} cores" if name == "cpu" else kind
         yield Check("devices", name, "ok", f"{count} × {what}{size}")
-    yield Check("devices", "kernels", "ok", f"fused_verify, distribution_loss by {kernels}: {why}")
+    for name, (taken, why) in kernels.items():
+        yield Check("devices", name, "ok", f"by {taken}: {why}")
 
 
 # ----------------------------------------------------------------------------------------------------------- models

@@ -5,24 +5,28 @@ from typing import Any
 
 import jax
 
-KERNELS = ("auto", "tpu", "xla")
+KERNELS = ("auto", "tpu", "gpu", "xla")
 
 
-def choose(kernels: str, arrays: Sequence[Any] = ()) -> tuple[str, str]:
-    """ "tpu" or "xla" for programs over `arrays` (none: the default device), and why.
+def choose(kernels: str, arrays: Sequence[Any] = (), written: Sequence[str] = ("tpu",)) -> tuple[str, str]:
+    """One of `written`, for which there are kernels, or "xla", for programs over `arrays` (none: the default device),
+    and why.
 
-    "auto" takes the kernels on one TPU. They are not partitioned by the compiler, so programs over several devices
-    take XLA's operations; so do float64 programs, whose precision the kernels do not have.
+    "auto" takes the kernels on one TPU or one Hopper GPU. They are not partitioned by the compiler, so programs over
+    several devices take XLA's operations; so do float64 programs, whose precision the kernels do not have.
     """
     placed = [a for a in arrays if isinstance(a, jax.Array)]
     devices = set().union(*(a.devices() for a in placed)) or {jax.devices()[0]}
     if kernels != "auto":
         return kernels, "asked for"
-    platform = next(iter(devices)).platform
-    if platform != "tpu":
-        return "xla", f"there is no kernel for {platform} devices"
+    device = next(iter(devices))
+    if device.platform not in written:
+        return "xla", f"there is no kernel for {device.platform} devices"
+    capability = getattr(device, "compute_capability", "")
+    if device.platform == "gpu" and not capability.startswith("9."):
+        return "xla", f"GPU kernels need a Hopper (compute capability 9.x); this {device.device_kind} has {capability}"
     if len(devices) > 1:
         return "xla", f"the weights are spread over {len(devices)} devices"
     if any(a.dtype.itemsize > 4 for a in placed):
         return "xla", "kernels have no float64"
-    return "tpu", next(iter(devices)).device_kind
+    return device.platform, device.device_kind

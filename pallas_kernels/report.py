@@ -1,8 +1,9 @@
-"""What the kernels save, by compiling for TPUs that are not here: `python -m pallas_kernels.report [--chip=v5e]`.
+"""What the kernels save, by compiling for chips that are not here: `python -m pallas_kernels.report [--chip=v5e]`.
 
 Every line compares an operation written for XLA with the same operation around its kernel, at a real model's size.
 Temporary bytes are what the program holds beside its arguments and results (XLA's `memory_analysis`); moved bytes are
-what its operations read and write on the path usually taken (XLA's `cost_analysis`; for a kernel what its blocks copy).
+what its operations read and write on the path usually taken (XLA's `cost_analysis`; for a kernel what its blocks copy,
+on a GPU also what they find in its cache).
 """
 
 import argparse
@@ -15,10 +16,20 @@ import jax.numpy as jnp
 
 from pallas_kernels.distribution_loss.report import distribution_loss_lines
 from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify
+from pallas_kernels.fused_verify import gpu as verify_gpu
 from pallas_kernels.fused_verify.verify import from_candidates
+from pallas_kernels.ragged_attention import gpu as attention_gpu
 from pallas_kernels.ragged_attention import ragged_rows
-from pallas_kernels.ragged_attention.report import ragged_attention_lines
-from pallas_kernels.targets import TPUS, compile_tpu, has_kernel, libtpu_installed
+from pallas_kernels.ragged_attention.report import SHAPES, attend, ragged_attention_lines
+from pallas_kernels.ragged_attention.report import arguments as attention_arguments
+from pallas_kernels.targets import (
+    TPUS,
+    compile_gpu,
+    compile_tpu,
+    gpu_compiler_installed,
+    has_kernel,
+    libtpu_installed,
+)  # fmt: skip
 from pallas_kernels.warp import Warp
 
 
@@ -89,28 +100,31 @@ def verify_by_xla(hidden, head, count_R, start_R, drafts, temperature_R, seed, *
 
 
 def verify_by_kernel(
-    hidden, head, count_R, start_R, drafts, temperature_R, seed, *, sampler: str, usual: bool = False
+    hidden, head, count_R, start_R, drafts, temperature_R, seed, *, sampler: str, backend: str, usual: bool = False
 ) -> Any:
     """`usual`: without the logits of rejected rows that the candidates do not settle."""
     rows = ragged_rows(count_R, start_R, len(hidden), drafts.token_RxK.shape[1] + 1)
     verify = from_candidates if usual else fused_verify
-    out = verify(hidden, head, rows, drafts, Warp.temperatures(temperature_R), seed, sampler)
+    out = verify(hidden, head, rows, drafts, Warp.temperatures(temperature_R), seed, sampler, backend)
     return out[0] if usual else out
 
 
 def fused_verify_lines(chip: str) -> Iterator[Line]:
     """Verification of 16 requests with 7 drafts each."""
     requests, drafts = 16, 7
+    compile_for, backend = (compile_tpu, "tpu") if chip in TPUS else (compile_gpu, "gpu")
     for name, sampler in (("Qwen3-8B", "rejection"), ("Qwen3-8B", "coupled"), ("Gemma4-12B", "coupled")):
         shapes = verify_arguments(name, requests, drafts)
-        before = compile_tpu(chip, verify_by_xla, *shapes, sampler=sampler)
-        after = compile_tpu(chip, verify_by_kernel, *shapes, sampler=sampler)
-        usual = after if sampler == "coupled" else compile_tpu(
-            chip, verify_by_kernel, *shapes, sampler=sampler, usual=True
-        )  # fmt: skip
+        before = compile_for(chip, verify_by_xla, *shapes, sampler=sampler)
+        options = {"sampler": sampler, "backend": backend}
+        after = compile_for(chip, verify_by_kernel, *shapes, **options)
+        usual = after if sampler == "coupled" else compile_for(chip, verify_by_kernel, *shapes, **options, usual=True)
         assert has_kernel(after)
         shape = f"{name} R={requests} K={drafts}"
-        yield Line(f"fused_verify {sampler}", shape, chip, temporaries(before, after), moved_bytes(before, usual))
+        moved, by_kernel = moved_bytes(before, usual)
+        if chip not in TPUS:
+            by_kernel += verify_gpu.copied_bytes(requests * (drafts + 1), shapes[1])
+        yield Line(f"fused_verify {sampler}", shape, chip, temporaries(before, after), (moved, by_kernel))
 
 
 def temporaries(*programs: jax.stages.Compiled) -> tuple[int, ...]:
@@ -118,13 +132,34 @@ def temporaries(*programs: jax.stages.Compiled) -> tuple[int, ...]:
 
 
 def moved_bytes(*programs: jax.stages.Compiled) -> tuple[float, ...]:
-    return tuple(program.cost_analysis()["bytes accessed"] for program in programs)
+    """On a GPU without what kernels move, of which XLA knows nothing there."""
+    return tuple(_cost_analysis(program)["bytes accessed"] for program in programs)
+
+
+def _cost_analysis(program: jax.stages.Compiled) -> dict[str, float]:
+    if (found := program.cost_analysis()) is not None:
+        return found
+    from jaxlib import _jax  # a GPU that is not here analyses nothing, but the program can be analysed elsewhere
+
+    (module,) = program.runtime_executable().hlo_modules()
+    return _jax.hlo_module_cost_analysis(jax.devices()[0].client, module)
 
 
 # One function for each operation that has a kernel.
 def attention_lines(chip: str) -> Iterator[Line]:
     for op, shape, temporary, moved in ragged_attention_lines(compile_tpu, chip):
         yield Line(op, shape, chip, temporary, moved)
+
+
+def gpu_attention_lines(chip: str, context: int = 2048) -> Iterator[Line]:
+    """Where every prefix has `context` rows."""
+    for shape, (requests, block, _) in SHAPES.items():
+        shapes, options = attention_arguments("Qwen3-8B", shape, context // 16)
+        before, after = (compile_gpu(chip, attend, *shapes, **options, backend=way) for way in ("xla", "gpu"))
+        moved, by_kernel = moved_bytes(before, after)
+        by_kernel += attention_gpu.copied_bytes(shapes[0], block, shapes[4])
+        size = f"Qwen3-8B R={requests} C={context}"
+        yield Line(f"attention, {shape}", size, chip, temporaries(before, after), (moved, by_kernel))
 
 
 def loss_lines(chip: str) -> Iterator[Line]:
@@ -135,17 +170,20 @@ def loss_lines(chip: str) -> Iterator[Line]:
 
 
 OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (fused_verify_lines, attention_lines, loss_lines)
+ON_GPU = (fused_verify_lines, gpu_attention_lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chip", choices=sorted(TPUS), default="v5e")
+    parser.add_argument("--chip", choices=[*sorted(TPUS), "H100"], default="v5e")
     chip = parser.parse_args().chip
-    if not libtpu_installed():
+    if chip in TPUS and not libtpu_installed():
         parser.error("libtpu is not installed: pip install libtpu (a version that goes with jax's)")
+    if chip not in TPUS and not gpu_compiler_installed():
+        parser.error("the GPU compiler is not installed: docs/kernels.md says how")
     print(f"{'megabytes':<58} {'temporary':^21} {'moved':^21}")
     print(f"{'operation':<24} {'size':<28} {'chip':<4} {'XLA':>10} {'kernel':>10} {'XLA':>10} {'kernel':>10}")
-    for lines in OPERATIONS:
+    for lines in OPERATIONS if chip in TPUS else ON_GPU:
         for line in lines(chip):
             print(line, flush=True)
 

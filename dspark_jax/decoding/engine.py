@@ -61,7 +61,7 @@ class Engine:
     a slot). `max_length` bounds prompt and answer (default: the model's context). `cost_table`: what rounds cost here,
     for the strategies that weigh it ("auto" then is "load_aware"; the others measure one at start where it is missing);
     `temperatures`: the drafter's calibration. `sink`: gets the features of all accepted rows. `kernels`: "auto" (of the
-    device, where there are some), "tpu" or "xla".
+    device, where there are some), "tpu", "gpu" or "xla".
     Raises UserError on parts that do not fit together.
     """
 
@@ -92,7 +92,7 @@ class Engine:
             check_fit(drafter.config, target)
         if kernels not in KERNELS:
             raise UserError(f"unknown kernels {kernels!r}: known are {', '.join(KERNELS)}")
-        chosen, _ = choose(kernels, jax.tree.leaves(target.params))
+        chosen, _ = choose(kernels, jax.tree.leaves(target.params), ("tpu", "gpu"))
         self.policy = policy_of(sampler, strategy, drafter, cost_table, chosen)
         kind = self.policy.strategy
         drafter = None if kind.name == "off" else drafter
@@ -110,7 +110,7 @@ class Engine:
         if target.tokenizer:
             tokens = min(tokens, target.tokenizer.vocab_size)
         sink_taps = tuple(map(self.target.tap_layers.index, sink_layers)) if sink else None
-        attention = "xla" if kernels == "xla" else "auto"
+        attention = "gpu" if chosen == "gpu" else "xla" if kernels == "xla" else "auto"
         self.models = Models(self.target.module, drafter.module if drafter else None, tokens, sink_taps, attention)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
         pool_sizes = (self.pages.total, page_size, target.dtype, target.mesh)

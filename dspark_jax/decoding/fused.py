@@ -21,6 +21,15 @@ def target_head(target: Decoder, params: Params, num_tokens: int) -> Head:
     return Head(weight, num_tokens, config.softcap, transposed=not config.tied)
 
 
+def reads_head(kernels: str, head: Head, hidden_NxH: jax.Array) -> bool:
+    """Whether there is a kernel that takes this head and these hidden states."""
+    if kernels == "gpu":
+        from pallas_kernels.fused_verify import gpu
+
+        return not gpu.unsupported(hidden_NxH, head)
+    return kernels == "tpu"
+
+
 def verify_hidden(
     hidden_NxH: jax.Array,
     head: Head,
@@ -29,6 +38,7 @@ def verify_hidden(
     token_ids_Vd: jax.Array | None,
     sampling: SlotSampling,
     sampler: str,
+    backend: str,
     from_logits: Callable[[], Verdict],
 ) -> Verdict:
     """`verify` from hidden states; `from_logits` while a request keeps more tokens than the kernel's candidates."""
@@ -37,7 +47,7 @@ def verify_hidden(
         drafts = Drafts(proposal.token_RxK, proposal.log_q_RxK, proposal.warped_RxKxVd, token_ids_Vd)
 
     def by_kernel() -> tuple[Verdict, jax.Array]:
-        out = fused_verify(hidden_NxH, head, rows, drafts, sampling.warp, sampling.seed, sampler, "tpu")
+        out = fused_verify(hidden_NxH, head, rows, drafts, sampling.warp, sampling.seed, sampler, backend)
         return Verdict(out.accepted_R, out.next_R), out.complete
 
     if not (sampling.warp.sampled and sampling.warp.limited):

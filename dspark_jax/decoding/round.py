@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dspark_jax.decoding.adjust import adjusted, forbid_padding
 from dspark_jax.decoding.caches import view_pools, write_pools
 from dspark_jax.decoding.draft import Proposal, look_up, propose
-from dspark_jax.decoding.fused import target_head, verify_hidden
+from dspark_jax.decoding.fused import reads_head, target_head, verify_hidden
 from dspark_jax.decoding.schedule import Policy, plan
 from dspark_jax.decoding.sink import RowFeatures, tap_rows
 from dspark_jax.decoding.state import Caches, Emitted, Logprobs, Models, Slots, Weights
@@ -222,9 +222,9 @@ def _verified(
         raw = forbid_padding(raw, models.num_tokens)
         return verify(_adjust_rows(models, slots, raw, rows, block_RxQ), *judge), raw
 
-    if policy.kernels == "tpu" and not slots.adjust and top_logprobs < 0:
-        head = target_head(models.target, weights.target, models.num_tokens)
-        verdict = verify_hidden(output.hidden_NxH, head, *judge, lambda: from_logits()[0])
+    head = target_head(models.target, weights.target, models.num_tokens)
+    if reads_head(policy.kernels, head, output.hidden_NxH) and not slots.adjust and top_logprobs < 0:
+        verdict = verify_hidden(output.hidden_NxH, head, *judge, policy.kernels, lambda: from_logits()[0])
     else:
         verdict, raw = from_logits()
     token_RxQ, emitted_R, remaining_R = _emit(block_RxQ, verdict, slots, slots.remaining_R > 0)

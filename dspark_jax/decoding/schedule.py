@@ -40,7 +40,7 @@ class Policy:
     sampler: str
     strategy: Strategy
     running: bool = False
-    kernels: str = "xla"  # or "tpu"
+    kernels: str = "xla"  # or "tpu", "gpu"
 
     @property
     def scheduled(self) -> bool:

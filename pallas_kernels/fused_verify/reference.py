@@ -46,9 +46,9 @@ class Query:
 class RowStatistics:
     """What is left of `[N, V]` logits. Scores are logits / temperature, plus noise where asked for.
 
-    C = DEPTH · LANES candidates: of each residue class of ids modulo LANES the DEPTH best scores, best first, `[N,
-    DEPTH, LANES]` flattened. So whatever is not a candidate scores at most the worst candidate of its class. Where a
-    class has fewer tokens, the score is -inf.
+    C candidates: of each of some classes of ids the same number of best scores, best first, `[N, number, classes]`
+    flattened; here DEPTH of each residue class modulo LANES. So whatever is not a candidate scores at most the worst
+    candidate of its class. Where a class has fewer tokens, the score is -inf.
     """
 
     log_total_N: jax.Array  # log of the sum of exp(logit)
@@ -57,11 +57,12 @@ class RowStatistics:
     score_NxC: jax.Array
     logit_NxC: jax.Array
     id_NxC: jax.Array
+    classes: int = flax.struct.field(pytree_node=False, default=LANES)
 
     @property
     def bound_N(self) -> jax.Array:
         """No token outside the candidates scores more."""
-        return jnp.max(self.score_NxC[:, -LANES:], axis=-1)
+        return jnp.max(self.score_NxC[:, -self.classes :], axis=-1)
 
 
 def row_statistics(hidden_NxH: jax.Array, head: Head, query: Query) -> RowStatistics:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fused_verify import reference, tpu
-from pallas_kernels.fused_verify.reference import LANES, Head, Query, RowStatistics
+from pallas_kernels.fused_verify.reference import Head, Query, RowStatistics
 from pallas_kernels.noise import Key, Role, gumbel, position_key, uniform
 from pallas_kernels.ragged_attention import Rows
 from pallas_kernels.warp import Warp, thresholds
@@ -79,11 +79,18 @@ def serves(warp: Warp) -> jax.Array:
 
 
 def row_statistics(hidden_NxH: jax.Array, head: Head, query: Query, backend: str = "auto") -> RowStatistics:
-    """What verification needs of N rows. "auto": the kernel where the program is compiled for a TPU, else XLA."""
+    """What verification needs of N rows. "auto": the kernel where the program is compiled for a TPU, else XLA.
+
+    "gpu": a Hopper, which a program that is compiled for GPUs does not know of itself; see `backends.choose`.
+    """
     if backend == "auto" and hidden_NxH.dtype.itemsize <= 4:
         return jax.lax.platform_dependent(
             hidden_NxH, head, query, tpu=tpu.row_statistics, default=reference.row_statistics
         )
+    if backend == "gpu":
+        from pallas_kernels.fused_verify import gpu  # what it imports may change with any JAX: nobody else needs it
+
+        return gpu.row_statistics(hidden_NxH, head, query)
     return (tpu if backend == "tpu" else reference).row_statistics(hidden_NxH, head, query)
 
 
@@ -102,7 +109,7 @@ def fused_verify(
     `hidden_NxH`: the target's, after the final norm, of each request's anchor and drafts. The tokens are those that
     the same seeds give with all logits in memory, but for ties within rounding; `serves` says for which warps, and the
     result's `complete` whether the candidates sufficed for them. Requests without rows get values that mean nothing.
-    `backend`: "auto", "tpu" or "xla", as for `row_statistics`.
+    `backend`: "auto", "tpu", "gpu" or "xla", as for `row_statistics`.
     """
     verified, rejected = from_candidates(hidden_NxH, head, rows, drafts, warp, seed, sampler, backend)
     if rejected is None:
@@ -189,7 +196,8 @@ def _limited(warp: Warp) -> jax.Array:
 
 def _law_of_rows(stats: RowStatistics, query: Query, warp: Warp) -> tuple[Law, jax.Array]:
     """p of N rows and a draw from it, and `[N]` whether the candidates tell it."""
-    best_N = _best(stats.score_NxC[:, :LANES], stats.id_NxC[:, :LANES], stats.logit_NxC[:, :LANES])
+    first = slice(stats.classes)
+    best_N = _best(stats.score_NxC[:, first], stats.id_NxC[:, first], stats.logit_NxC[:, first])
     limited_N, no_limit_N = _limited(warp), jnp.full_like(stats.log_total_N, -jnp.inf)
     plain = Law(limited_N, no_limit_N, stats.log_total_warped_N, best_N), jnp.ones(limited_N.shape, bool)
 
@@ -204,7 +212,7 @@ def _law_of_rows(stats: RowStatistics, query: Query, warp: Warp) -> tuple[Law, j
         log_total_N = jax.nn.logsumexp(kept, axis=-1)
         law = Law(limited_N, limit_N, log_total_N, drawn)
         law = jax.tree.map(lambda a, b: jnp.where(limited_N, a, b), law, plain[0])
-        return law, ~limited_N | (limit_N > jnp.max(stats.logit_NxC[:, -LANES:], axis=-1))
+        return law, ~limited_N | (limit_N > jnp.max(stats.logit_NxC[:, -stats.classes :], axis=-1))
 
     return jax.lax.cond(jnp.any(limited_N), with_limits, lambda: plain)
 

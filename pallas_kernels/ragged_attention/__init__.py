@@ -10,7 +10,7 @@ from pallas_kernels.ragged_attention import reference, tpu
 from pallas_kernels.ragged_attention.reference import Prefix, Rows, ragged_rows, step_attention
 from pallas_kernels.ragged_attention.tpu import unsupported
 
-BACKENDS = ("auto", "tpu", "xla")
+BACKENDS = ("auto", "tpu", "gpu", "xla")
 
 
 def ragged_attention(
@@ -35,11 +35,18 @@ def ragged_attention(
     become c tanh(score / c). Softmax in at least float32. Padding rows give finite values that nobody reads.
 
     `backend` "auto": the kernel where the program is compiled for a TPU and `unsupported` names no reason against it,
-    else XLA. On a mesh that is set (`jax.set_mesh`) the kernel runs on every device's own heads.
+    else XLA. On a mesh that is set (`jax.set_mesh`) the kernel runs on every device's own heads. "gpu": the kernel for
+    one Hopper GPU where it takes these arrays, else XLA; see `backends.choose`.
     """
     options = {"causal": causal, "scale": scale, "window": window, "from_anchor": from_anchor, "softcap": softcap}
     in_xla = functools.partial(reference.ragged_attention, **options)
     arrays = (q_NxHxD, k_NxKVxD, v_NxKVxD, rows, prefix, layer)
+    if backend == "gpu":
+        from pallas_kernels.ragged_attention import gpu  # what it imports may change with any JAX: nobody else needs it
+
+        if gpu.unsupported(q_NxHxD, prefix):
+            return in_xla(*arrays)
+        return gpu.ragged_attention(*arrays, **options)
     if backend == "xla" or (backend == "auto" and unsupported(q_NxHxD, rows, prefix)):
         return in_xla(*arrays)
     kernel = _by_heads(functools.partial(tpu.ragged_attention, **options), k_NxKVxD.shape[1])

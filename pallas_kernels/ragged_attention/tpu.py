@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_attention.reference import Prefix, Rows
+from pallas_kernels.ragged_attention.view import View
 
 TILE = 512  # query rows times heads of a group that one tile may hold: what keeps the matrix unit busy, and fits
 CHUNK = 512  # cached rows of one step: at bandwidth about 2 µs, several times the cost of a grid step
@@ -100,7 +101,7 @@ def ragged_attention(
     q = q_NxHxD[index].reshape(requests * sizes.tiles, sizes.tile, num_kv, sizes.group, dim)
     q_UxKVxMxD = _padded(q.transpose(0, 2, 1, 3, 4).reshape(len(q), num_kv, -1, dim), packed)
     k_RxKVxQxD, v_RxKVxQxD = (_padded(a[index].swapaxes(1, 2), packed) for a in (k_NxKVxD, v_NxKVxD))
-    view = _View(sizes.group, sizes.tile, sizes.tiles, causal, window, from_anchor)
+    view = View(sizes.group, sizes.tile, sizes.tiles, causal, window, from_anchor)
     steps, num_steps = _plan(sizes, view, rows, prefix, layer)
     kernel = functools.partial(_kernel, view=view, scale=scale, softcap=softcap)
     out_UxKVxMxD = _call(kernel, steps, num_steps, q_UxKVxMxD, k_RxKVxQxD, v_RxKVxQxD, prefix, sizes, window)
@@ -114,7 +115,7 @@ def _padded(a: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(a, ((0, 0), (0, 0), (0, -a.shape[2] % multiple), (0, 0)))
 
 
-def _plan(sizes: _Sizes, view: "_View", rows: Rows, prefix: Prefix, layer: jax.Array | int) -> tuple[_Steps, jax.Array]:
+def _plan(sizes: _Sizes, view: View, rows: Rows, prefix: Prefix, layer: jax.Array | int) -> tuple[_Steps, jax.Array]:
     """The steps of all tiles and how many there are: every tile has one, which sees to its block, or more."""
     page_size, width = prefix.k_LxPxKVxSxD.shape[3], prefix.table_RxC.shape[1]
     base = jnp.arange(sizes.tiles) * sizes.tile
@@ -130,38 +131,6 @@ def _plan(sizes: _Sizes, view: "_View", rows: Rows, prefix: Prefix, layer: jax.A
         rows.count_R, prefix.table_RxC.reshape(-1), jnp.reshape(layer, (1,)),
     )  # fmt: skip
     return _Steps(*(a.astype(jnp.int32) for a in scalars)), end_U[-1]
-
-
-class _View(NamedTuple):
-    """What the rows of a tile may see (static). Keys are counted from the block's first row; cached ones are below 0.
-
-    Query `m` of a tile is head `m % group` of the block's row `base + m // group`.
-    """
-
-    group: int
-    tile: int
-    tiles: int
-    causal: bool
-    window: int
-    from_anchor: bool
-
-    def oldest(self, base: jax.Array) -> jax.Array:
-        """The first key that the tile from row `base` on sees."""
-        if not self.window:
-            return jnp.full_like(base, jnp.iinfo(jnp.int32).min // 2)
-        return jnp.full_like(base, -self.window) if self.from_anchor else base - self.window + 1
-
-    def mask(self, key: jax.Array, m: jax.Array, base: jax.Array, end: jax.Array, cached: bool) -> jax.Array:
-        """Which keys `[1, C]` the queries `[M, 1]` see, `[M, C]` or `[1, C]`; `end`: of the keys that are there."""
-        visible = key < end
-        # Rows are compared times the group, which saves a division: a <= m // group where a * group <= m.
-        if self.causal and not cached:
-            visible = visible & ((key - base) * self.group <= m)
-        if self.window and not self.from_anchor:
-            visible = visible & ((key - base + self.window) * self.group > m)
-        if self.window and self.from_anchor and cached:
-            visible = visible & (key >= -self.window)
-        return visible
 
 
 class _Scratch(NamedTuple):
@@ -227,7 +196,7 @@ def _cost(q_UxKVxMxD: jax.Array, k_RxKVxQxD: jax.Array, prefix: Prefix, window: 
 
 
 def _kernel(
-    steps: _Steps, q_ref, k_block_ref, v_block_ref, k_pool, v_pool, out_ref, scratch: _Scratch, *, view: _View,
+    steps: _Steps, q_ref, k_block_ref, v_block_ref, k_pool, v_pool, out_ref, scratch: _Scratch, *, view: View,
     scale: float, softcap: float,
 ) -> None:  # fmt: skip
     """One step: a tile of queries `[KV, M, D]` and one chunk of pages; the tile's first step sees to its block too."""
@@ -294,7 +263,7 @@ def _each_head(num_kv: int, m: int, act: Callable[[Any], None]) -> None:
 
 
 def _copy_pages(
-    steps: _Steps, step: jax.Array, act: Callable[[Any], None], *, view: _View, pools: tuple, scratch: _Scratch
+    steps: _Steps, step: jax.Array, act: Callable[[Any], None], *, view: View, pools: tuple, scratch: _Scratch
 ) -> None:
     """Starts or awaits (`act`) the copies of a step's pages."""
     tile, num_pages, half = steps.tile_T[step], scratch.k_buffer.shape[1], step & 1

@@ -1,6 +1,8 @@
 """A round with kernels says what a round without them says, and holds them where it is compiled for a TPU."""
 
 import functools
+import re
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -59,9 +61,28 @@ def test_the_logits_of_all_rows_are_in_memory_only_where_top_p_is_asked_for(tiny
     assert ("f32[6,300]" in compiled.as_text()) == held
 
 
+class Card(NamedTuple):
+    platform: str
+    device_kind: str
+    compute_capability: str
+
+
+@pytest.mark.parametrize(
+    ("card", "written", "taken", "why"),
+    [(Card("gpu", "NVIDIA H100", "9.0"), ("tpu", "gpu"), "gpu", "NVIDIA H100"),
+     (Card("gpu", "NVIDIA H100", "9.0"), ("tpu",), "xla", "no kernel for gpu"),
+     (Card("gpu", "NVIDIA B200", "10.0"), ("tpu", "gpu"), "xla", "need a Hopper.*NVIDIA B200 has 10.0"),
+     (Card("gpu", "NVIDIA A100", "8.0"), ("tpu", "gpu"), "xla", "need a Hopper.*NVIDIA A100 has 8.0")],
+)  # fmt: skip
+def test_of_gpus_a_hopper_has_kernels(card, written, taken, why, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    chosen, reason = choose("auto", written=written)
+    assert chosen == taken and re.search(why, reason)
+
+
 def test_the_device_decides(models):
     assert Engine(*models, **OPTIONS).policy.kernels == "xla"
     assert choose("auto") == ("xla", f"there is no kernel for {jax.devices()[0].platform} devices")
     assert choose("tpu")[0] == "tpu"
-    with pytest.raises(UserError, match="unknown kernels 'gpu'"):
-        Engine(*models, kernels="gpu", **OPTIONS)
+    with pytest.raises(UserError, match="unknown kernels 'cuda'"):
+        Engine(*models, kernels="cuda", **OPTIONS)

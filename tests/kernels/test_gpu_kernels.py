@@ -1,0 +1,78 @@
+"""The GPU kernels with no GPU: numbers in the interpreter, compilation for an H100, and what checks them on one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels import gpu_check
+from pallas_kernels.ragged_attention.report import arguments as attention_arguments
+from pallas_kernels.report import MODELS, Model
+from tests.kernels.gpu_programs import ROWS
+from tests.kernels.targets import ROOT, gpu_programs, needs_gpu_compiler
+
+
+def in_the_interpreter(marks: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-m", marks, "tests/kernels/gpu_numerics.py"]
+    environment = os.environ | {"NPROC": "16", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_numbers_are_the_references():
+    in_the_interpreter("not slow")
+
+
+@pytest.mark.slow
+def test_all_numbers_are_the_references():
+    in_the_interpreter("slow")
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("model", "rows"), ROWS)
+def test_fused_verify_compiles_at_full_size(model, rows):
+    """And keeps nothing of the size of the logits, even in bfloat16."""
+    program = gpu_programs()[f"fused_verify {model} {rows}"]
+    assert program["kernel"] and not program["spills"]
+    assert program["bytes"] < max(rows, 64) * MODELS[model].vocab * 2 / 2
+
+
+@needs_gpu_compiler
+def test_attention_compiles_at_full_size():
+    """And makes no copy of what the pages hold."""
+    program = gpu_programs()["attention"]
+    assert program["kernel"] and not program["spills"]
+    assert program["bytes"] < 64 * 1024 * 8 * 128 * 2
+
+
+@needs_gpu_compiler
+def test_the_compiler_knows_the_card():
+    assert "shared memory" in gpu_programs()["too large"]["error"]
+
+
+@needs_gpu_compiler
+def test_a_blackwell_lacks_the_matrix_instructions():
+    """Which is why `backends.choose` takes XLA there."""
+    assert gpu_programs()["fused_verify, B200"]["error"]
+
+
+@needs_gpu_compiler
+def test_the_round_of_a_hopper_holds_the_kernel():
+    assert gpu_programs()["round"]["kernel"]
+
+
+def test_the_check_compares_and_times():
+    """On a CPU with XLA in the kernel's place; the kernels themselves need the card."""
+    line = gpu_check.check_fused_verify(Model(32, 256, 0.0, False), 2, "xla")
+    assert line["right"] and line["largest_error"] == 0
+    assert line["seconds"]["xla"] > 0 and line["seconds"]["floor"] is None
+    shapes, options = attention_arguments("Qwen3-8B", "decoding", 1, layers=1)
+    line = gpu_check.check_attention(shapes, options, "xla")
+    assert line["right"] and line["seconds"]["kernel"] > 0
+
+
+def test_the_check_says_that_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    with pytest.raises(SystemExit, match="nothing to check: there is no kernel for cpu devices"):
+        gpu_check.main()
