@@ -21,11 +21,12 @@ from dspark_jax.data.turns import Line
 from dspark_jax.door import parse_config
 from dspark_jax.errors import UserError
 from dspark_jax.interop.target_io import Target, load_target
-from dspark_jax.parallel import start_processes
+from dspark_jax.parallel import on, parse_mesh, start_processes
 from dspark_jax.progress import Progress
 from dspark_jax.training.data import check_answers, learnt_rows, make_answers
 from dspark_jax.training.drafters import new_drafter_config
 from dspark_jax.training.features import Features, target_features
+from dspark_jax.training.parts import check_division
 
 _FIELDS = {"id": str, "prompt_ids": list, "answer_ids": list}  # of a row of answers
 Numbered = tuple[int, Mapping[str, Any]]  # a training row and its place among all rows
@@ -38,10 +39,11 @@ def define(values: flags.FlagValues) -> None:
 def main(argv: list[str]) -> None:
     config, given = parse_config(argv, define)
     place = cache_place(config)
+    check_division(config)
     process, processes = start_processes(config.serve.processes)
     path = given.answers or Path(config.workdir) / "answers.jsonl"
     lines = read_answers(path)
-    target = load_target(config.target.path, dtype=config.target.dtype or None)
+    target = load_target(config.target.path, dtype=config.target.dtype or None, mesh=parse_mesh(config.mesh))
     if Path(f"{path}.run.json").exists():
         check_answers(path, target, config.data.thinking)
     with open_writer(config, target, process, processes) as writer:
@@ -98,7 +100,8 @@ def fill(config: ConfigDict, target: Target, lines: Sequence[Line], writer: Cach
     # Shared out by place, not by turn: what is done already looks different to processes that start at other times.
     numbered = [(places[row["id"]], row) for row in todo]
     mine = [(place, row) for place, row in numbered if place % writer.processes == writer.process]
-    write_features(target.with_taps(info.tap_layers), mine, writer, config.train.batch_size)
+    batch_size = config.train.batch_size // config.train.micro_steps  # what training has in memory at a time
+    write_features(target.with_taps(info.tap_layers), mine, writer, batch_size)
     return len(rows)
 
 
@@ -123,7 +126,7 @@ def read_answers(path: str | Path) -> list[dict[str, Any]]:
 def write_features(target: Target, rows: Sequence[Numbered], writer: CacheWriter, batch_size: int) -> None:
     """Runs the target over rows, in batches of about equal length, and adds what it computes to the cache."""
     max_length = writer.info.max_length
-    with Progress("features", len(rows)) as progress:
+    with on(target.mesh), Progress("features", len(rows)) as progress:
         for batch in _batches(rows, batch_size, max_length):
             lengths = [learnt_length(row, max_length) for _, row in batch]
             token_BxS = np.zeros((batch_size, -(-max(lengths) // PAD_TO) * PAD_TO), np.int32)

@@ -8,12 +8,15 @@ import jax
 KERNELS = ("auto", "tpu", "gpu", "xla")
 
 
-def choose(kernels: str, arrays: Sequence[Any] = (), written: Sequence[str] = ("tpu",)) -> tuple[str, str]:
+def choose(
+    kernels: str, arrays: Sequence[Any] = (), written: Sequence[str] = ("tpu",), untried: bool = False
+) -> tuple[str, str]:
     """One of `written`, for which there are kernels, or "xla", for programs over `arrays` (none: the default device),
     and why.
 
-    "auto" takes the kernels on one TPU or one Hopper GPU. They are not partitioned by the compiler, so programs over
-    several devices take XLA's operations; so do float64 programs, whose precision the kernels do not have.
+    "auto" takes the kernels on one TPU, and with `untried` on one Hopper GPU: on that machine none has been seen to
+    give the right tokens yet. They are not partitioned by the compiler, so programs over several devices take XLA's
+    operations; so do float64 programs, whose precision the kernels do not have.
     """
     placed = [a for a in arrays if isinstance(a, jax.Array)]
     devices = set().union(*(a.devices() for a in placed)) or {jax.devices()[0]}
@@ -29,4 +32,9 @@ def choose(kernels: str, arrays: Sequence[Any] = (), written: Sequence[str] = ("
         return "xla", f"the weights are spread over {len(devices)} devices"
     if any(a.dtype.itemsize > 4 for a in placed):
         return "xla", "kernels have no float64"
+    if device.platform == "gpu" and not untried:
+        return (
+            "xla",
+            "its kernels have not run on a card yet: try `python -m pallas_kernels.gpu_check`, then kernels='gpu'",
+        )
     return device.platform, device.device_kind

@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="", help="also write the lines to this file")
     given = parser.parse_args()
-    kernels, why = choose("auto", written=("gpu",))
+    kernels, why = choose("auto", written=("gpu",), untried=True)
     if kernels != "gpu":
         sys.exit(f"nothing to check: {why}")
     lines = []

@@ -76,8 +76,9 @@ class Card(NamedTuple):
 )  # fmt: skip
 def test_of_gpus_a_hopper_has_kernels(card, written, taken, why, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [card])
-    chosen, reason = choose("auto", written=written)
+    chosen, reason = choose("auto", written=written, untried=True)
     assert chosen == taken and re.search(why, reason)
+    assert choose("auto", written=written)[0] == "xla"  # until a card has run them
 
 
 def test_the_device_decides(models):

@@ -9,6 +9,7 @@ import pytest
 
 from dspark_jax import prepare_features
 from dspark_jax.interop.target_io import load_target
+from dspark_jax.parallel import parse_mesh
 from dspark_jax.planning import program
 from dspark_jax.planning.chips import CHIPS, Machine
 from dspark_jax.planning.collectives import traffic
@@ -110,10 +111,13 @@ def test_other_runs_have_the_losses_of_one_device_too(alone, tmp_path, monkeypat
 
 
 @SLOW
-def test_a_cache_gives_the_losses_of_one_device_where_some_have_no_data(alone, tmp_path, monkeypatch):
+def test_a_cache_written_on_a_mesh_gives_the_losses_of_one_device_where_some_have_no_data(alone, tmp_path, monkeypatch):
     config = moved(alone[0], tmp_path)
     config.data.features, config.data.cache, config.data.cache_dtype = "cache", str(tmp_path / "cache"), "float32"
-    target, answers = load_target(config.target.path), prepare_features.read_answers(config.data.answers)
+    target, answers = (
+        load_target(config.target.path, mesh=parse_mesh("4x2")),
+        prepare_features.read_answers(config.data.answers),
+    )
     with prepare_features.open_writer(config, target) as writer:
         prepare_features.fill(config, target, answers, writer)
     same(train(config, "8x1", monkeypatch)[0], alone[1])
