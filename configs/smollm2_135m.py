@@ -13,41 +13,6 @@ from ml_collections import ConfigDict
 
 from configs.base import get_base
 
-# How self-written questions begin, a third each. The instruction under the maths is the one that maths is usually asked
-# with; no question is from an evaluation set.
-BOXED = "…\nPlease reason step by step, and put your final answer within \\boxed{}."
-MATHS = tuple(
-    opening + BOXED
-    for opening in (
-        *("A", "If", "Find", "How many", "Let", "Solve", "What is the", "There are", "In a", "Calculate", "Tom has"),
-        *("The sum of", "Sarah", "Evaluate", "Each", "Two"),
-    )
-)
-CODE = (
-    *("Write a Python function to", "Write a python function that", "Write a function to", "Write a Python program"),
-    *("Write a python function to find", "Write a function to check", "Given a list of", "Given a string"),
-    *("Write a solution to the following problem:\n```python\ndef", "Complete this Python function:\n```python\ndef"),
-    *("You are given an array", "You are given a string", "Implement", "Create a Python class", "Write code", "Using"),
-)
-CHAT = (
-    "",
-    "",
-    "",
-    "What",
-    "How",
-    "Write",
-    "Explain",
-    "Can you",
-    "Give me",
-    "I",
-    "Why",
-    "Describe",
-    "My",
-    "Compose",
-    "Is",
-    "Please",
-)
-
 
 def get_config() -> ConfigDict:
     c = get_base()
@@ -60,11 +25,12 @@ def get_config() -> ConfigDict:
     c.drafter.draft_vocab_size = 8192
     c.drafter.markov_rank = 48
 
-    c.data.num_prompts = 4000
-    c.data.openings = MATHS + CODE + CHAT
-    c.data.max_prompt_tokens = 128
-    c.data.max_answer_tokens = 512
-    c.data.max_length = 640
+    c.data.num_prompts = 1170
+    # Chat in most turns, code and maths in the rest.
+    c.data.openings = (
+        *("", "", "", "What", "How", "Write a Python function", "Write", "Explain"),
+        *("If", "Solve", "Calculate", "Can you", "Give me", "I", "Why", "A"),
+    )
 
     c.train.steps = 2200
     c.train.num_anchors = 64
