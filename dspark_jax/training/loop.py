@@ -30,7 +30,7 @@ from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.optimizers import make_optimizer
 from dspark_jax.training.parts import Parts, check_division, step_parts
 from dspark_jax.training.sharding import Agreement, made_in_parts, on_this_process, whole_everywhere, with_own_tables
-from dspark_jax.training.start import first_drafter
+from dspark_jax.training.start import new_drafter, trained_before
 from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import train_step
 from dspark_jax.training.validation import Rows, Validation, check_part, split_rows
@@ -54,12 +54,13 @@ def train(config: ConfigDict) -> Path:
     target = target.with_taps(drafter_config.tap_layers)
     schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
     optimizer, losses = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm), loss_settings(config)
+    lender = with_own_tables(target)
+    before = trained_before(config, drafter_config, lender)  # before the workdir takes its name, and before answers
     manager = open_checkpoints(config)
     cache, rows = _rows(config, target)
     rows, held_out = split_rows(rows, config.data.validation)
     parts = step_parts(config, rows, mesh.size if mesh else 1)
-    lender = with_own_tables(target)
-    drafter = first_drafter(config, drafter_config, lender, rows)
+    drafter = before or new_drafter(config, drafter_config, lender, rows)
     borrowed = whole_everywhere(drafter.borrowed, mesh)
     kernels, _ = choose("auto", jax.tree.leaves(borrowed))
     setup = Setup(drafter.module, losses, t.num_anchors, optimizer, kernels, t.ema)

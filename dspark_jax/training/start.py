@@ -13,22 +13,17 @@ from dspark_jax.interop.target_io import Target
 from dspark_jax.models.config import DrafterConfig, Eagle3Config
 from dspark_jax.training.validation import Rows
 
+Sizes = DrafterConfig | Eagle3Config
 
-def first_drafter(config: ConfigDict, sizes: DrafterConfig | Eagle3Config, lender: Target, rows: Rows) -> Drafter:
-    """The drafter whose training begins, whole on this process, with the tables that it borrows of `lender`.
 
-    `drafter.init_from` keeps its reduced vocabulary; a new drafter takes the most frequent tokens of `rows`. UserError
-    where `init_from` is not of the config's sizes.
+def trained_before(config: ConfigDict, sizes: Sizes, lender: Target) -> Drafter | None:
+    """The drafter of `drafter.init_from`, whole on this process, with its reduced vocabulary; None where none is named.
+
+    It borrows the tables of `lender`. UserError where it is not there, or not of the config's sizes.
     """
-    if config.drafter.init_from:
-        return _trained_before(config.drafter.init_from, sizes, lender)
-    ids = None
-    if sizes.reduced:
-        ids = draft_vocabulary(rows, sizes.draft_vocab_size, lender.config.eos_token_ids, lender.config.vocab_size)
-    return Drafter(sizes, init_drafter(sizes, jax.random.key(config.seed)), borrow(lender, ids))
-
-
-def _trained_before(source: str, sizes: DrafterConfig | Eagle3Config, lender: Target) -> Drafter:
+    source = config.drafter.init_from
+    if not source:
+        return None
     found = load_drafter(source, lender)
     differs = _differences(found.config, sizes)
     if differs:
@@ -37,7 +32,15 @@ def _trained_before(source: str, sizes: DrafterConfig | Eagle3Config, lender: Ta
     return Drafter(sizes, params, borrow(lender, found.borrowed.token_ids_Vd if sizes.reduced else None))
 
 
-def _differences(found: object, sizes: DrafterConfig | Eagle3Config) -> str:
+def new_drafter(config: ConfigDict, sizes: Sizes, lender: Target, rows: Rows) -> Drafter:
+    """An untrained drafter; a reduced vocabulary has the most frequent tokens of `rows`."""
+    ids = None
+    if sizes.reduced:
+        ids = draft_vocabulary(rows, sizes.draft_vocab_size, lender.config.eos_token_ids, lender.config.vocab_size)
+    return Drafter(sizes, init_drafter(sizes, jax.random.key(config.seed)), borrow(lender, ids))
+
+
+def _differences(found: object, sizes: Sizes) -> str:
     """The settings that differ, by name; "" where weights of one fit the other. Anchors are of training alone."""
     if type(found) is not type(sizes):
         return f"it is a {type(found).__name__}, not a {type(sizes).__name__}"

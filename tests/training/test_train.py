@@ -86,6 +86,10 @@ def test_training_goes_on_from_a_drafter_that_is_there(unbroken, chat_model, tmp
     config.drafter.markov_rank, config.workdir = 4, str(tmp_path / "other")
     with pytest.raises(UserError, match="init_from=.* has other sizes .*: markov_rank 8 there, 4 here"):
         train(config)
+    config.drafter.init_from = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="nowhere"):
+        train(config)
+    assert not (tmp_path / "other").exists()  # refused before anything is written
 
 
 @pytest.mark.parametrize(
