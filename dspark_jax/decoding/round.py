@@ -38,7 +38,7 @@ def target_rows(
 ) -> DecoderOutput:
     """The target over N rows behind the slots' cached prefixes. Reads the cache, writes nothing."""
     attend = attend_rows(models.target.config, rows, view_pools(caches.target, table_RxC, cached_R), models.attention)
-    return models.target.apply({"params": weights.target}, token_N, rows.position_N, attend)
+    return models.target.apply({"params": weights.target_for(len(token_N))}, token_N, rows.position_N, attend)
 
 
 @flax.struct.dataclass
@@ -218,7 +218,7 @@ def _verified(
     judge = (rows, proposal, token_ids, slots.sampling, policy.sampler)
 
     def from_logits() -> tuple[Verdict, jax.Array]:
-        raw = models.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
+        raw = models.target.apply({"params": weights.target_for(num_rows)}, output.hidden_NxH, method=Decoder.logits)
         raw = forbid_padding(raw, models.num_tokens)
         return verify(_adjust_rows(models, slots, raw, rows, block_RxQ), *judge), raw
 

@@ -14,6 +14,7 @@ from dspark_jax.decoding.schedule import SlotSchedule
 from dspark_jax.decoding.sink import RowFeatures
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.models.eagle3 import Eagle3
+from dspark_jax.models.few_rows import FEW
 from dspark_jax.models.layers import Params
 from dspark_jax.models.lookup import Lookup
 from dspark_jax.models.target import Decoder
@@ -51,6 +52,11 @@ class Weights:
     target: Params
     drafter: Params = None
     borrowed: Borrowed | None = None
+    target_by_row: Params = None  # the target's again, for few rows on a CPU
+
+    def target_for(self, num_rows: int) -> Params:
+        """The target's weights as `num_rows` rows are multiplied fastest."""
+        return self.target if self.target_by_row is None or num_rows > FEW else self.target_by_row
 
 
 @flax.struct.dataclass

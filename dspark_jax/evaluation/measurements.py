@@ -149,7 +149,8 @@ def target_forward(
     rows = ragged_rows(jnp.full(batch, drafts + 1), cached_R, batch * (drafts + 1), drafts + 1)
     token_N = slots.anchor_R[rows.slot_N]
     output = target_rows(plain, weights, caches, slots.table_RxC[:, :context_pages], token_N, rows, cached_R)
-    logits = plain.target.apply({"params": weights.target}, output.hidden_NxH, method=Decoder.logits)
+    params = weights.target_for(len(token_N))
+    logits = plain.target.apply({"params": params}, output.hidden_NxH, method=Decoder.logits)
     return logits, output.kv
 
 

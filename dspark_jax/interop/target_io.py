@@ -27,6 +27,7 @@ from dspark_jax.interop.gguf import read_gguf
 from dspark_jax.interop.tokenizer import Tokenizer
 from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.config import DecoderConfig
+from dspark_jax.models.few_rows import for_few_rows
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
 from dspark_jax.parallel import Place, everywhere, mesh_of, place_tree, placement
@@ -79,6 +80,11 @@ class Target:
 
     def __call__(self, tokens: jax.Array) -> TargetOutput:
         return dense_forward(self.module, self.params, jnp.asarray(tokens))
+
+    @functools.cached_property
+    def by_row(self) -> Params:
+        """A copy of the weights for rounds of few rows on a CPU."""
+        return for_few_rows(self.params)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -82,7 +82,7 @@ class BlockConvolution(nn.Module):
         base = self.param("base_kernel", _identity_kernel, (2, self.taps, width))
         zeros = nn.initializers.zeros
         features = 2 * self.taps * (width // self.group)
-        projected = nn.Dense(features, use_bias=False, kernel_init=zeros, name="kernel_projection")(x_NxH)
+        projected = Linear(features, kernel_init=zeros, name="kernel_projection")(x_NxH)
         projected = projected.reshape(-1, 2, self.taps, width // self.group)
         coefficients = base + jnp.repeat(projected, self.group, axis=-1)
         return coefficients[:, 0], coefficients[:, 1]

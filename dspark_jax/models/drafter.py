@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dspark_jax.models.config import DrafterConfig
 from dspark_jax.models.dflash import DFlash
+from dspark_jax.models.few_rows import product
 from dspark_jax.models.heads import HEADS, ConfidenceHead, Previous
 from dspark_jax.models.layers import KeysValues, LayerAttend, embed, soft_cap
 
@@ -59,7 +60,7 @@ class DSpark(nn.Module):
 
     def base_logits(self, hidden_BxGxH: jax.Array, borrowed: Borrowed) -> jax.Array:
         """`[B, G, Vd]` logits of slots before the in-block head."""
-        logits = jnp.einsum("bkh,vh->bkv", hidden_BxGxH, borrowed.head_VdxH)
+        logits = product(hidden_BxGxH, borrowed.head_VdxH)
         return soft_cap(logits, self.config.decoder.softcap)
 
     def initial_state(self, hidden_BxKxH: jax.Array, anchor_B: jax.Array, borrowed: Borrowed) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dspark_jax.models.config import Eagle3Config
 from dspark_jax.models.drafter import Borrowed
+from dspark_jax.models.few_rows import product
 from dspark_jax.models.layers import (
     Attend,
     DecoderLayer,
@@ -67,7 +68,8 @@ class Eagle3(nn.Module):
 
     def _apply_layer(self, *args, method: str = "__call__"):
         kind = self.config.decoder.attention[0]
-        params = jax.tree.map(lambda a: a[0], self.layers[0])
+        layers = self.layers[0]
+        params = layers[0] if isinstance(layers, tuple) else jax.tree.map(lambda a: a[0], layers)
         return self._layer(self.config.decoder, kind, None).apply({"params": params}, *args, method=method)
 
     def _rope(self, position_N: jax.Array, dtype: jnp.dtype) -> RopeTable:
@@ -101,7 +103,7 @@ class Eagle3(nn.Module):
         embedded = embed(c.decoder, borrowed.embedding_VxH, token_N)
         state, kv = self._apply_layer(embedded, state_NxH, self._rope(position_N, state_NxH.dtype), attend)
         normed = self.norm(state)
-        logits = soft_cap(jnp.einsum("nh,vh->nv", normed, borrowed.head_VdxH), c.decoder.softcap)
+        logits = soft_cap(product(normed, borrowed.head_VdxH), c.decoder.softcap)
         return normed if c.feed_normed else state, logits, kv
 
     def __call__(self, taps_NxMH: jax.Array, anchor_B: jax.Array, borrowed: Borrowed) -> jax.Array:

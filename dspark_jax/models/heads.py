@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.models.config import DrafterConfig
+from dspark_jax.models.few_rows import product
 from dspark_jax.models.layers import Linear, normal_init
 from dspark_jax.parallel import top_k
 
@@ -57,7 +58,7 @@ class MarkovHead(nn.Module):
 
     def correct(self, logits: jax.Array, factor: jax.Array) -> jax.Array:
         """Base logits `[..., Vd]` with the bias of a factor `[..., r]`."""
-        return logits + jnp.einsum("...r,vr->...v", factor, self.correction)
+        return logits + product(factor, self.correction)
 
 
 class GatedHead(MarkovHead):
@@ -127,7 +128,7 @@ class DominoHead(nn.Module):
         return self.up_proj
 
     def correct(self, logits: jax.Array, factor: jax.Array) -> jax.Array:
-        return logits + jnp.einsum("...r,vr->...v", factor, self.correction)
+        return logits + product(factor, self.correction)
 
 
 class SelectorHead(nn.Module):
@@ -152,7 +153,7 @@ class SelectorHead(nn.Module):
 
     def correct(self, logits: jax.Array, factor: jax.Array) -> jax.Array:
         least = top_k(logits, self.config.selector_top_k)[0][..., -1:]
-        scores = logits + jnp.einsum("...r,vr->...v", factor, self.successor)
+        scores = logits + product(factor, self.successor)
         return jnp.where(logits >= least, scores, -jnp.inf)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.models.config import Attention, DecoderConfig, Rope
+from dspark_jax.models.few_rows import product
 from dspark_jax.parallel import layer_by_layer, replicated
 
 Params = Any
@@ -33,14 +34,18 @@ normal_init = nn.initializers.normal(0.02)
 
 
 class Linear(nn.Module):
-    """y = x W (+ b), W stored `[in, out]`: XLA:CPU multiplies few rows faster this way than by `[out, in]`."""
+    """y = x W (+ b), W stored `[in, out]` as "kernel", or `[out, in]` as "by_row" (see `few_rows`)."""
 
     features: int
     use_bias: bool = False
+    kernel_init: nn.initializers.Initializer = normal_init
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.param("kernel", normal_init, (x.shape[-1], self.features))
+        if self.has_variable("params", "by_row"):
+            y = product(x, self.get_variable("params", "by_row"))
+        else:
+            y = x @ self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         return y + self.param("bias", nn.initializers.zeros, (self.features,)) if self.use_bias else y
 
 
@@ -183,8 +188,10 @@ def scan_layers(
     """Runs `body(carry, layer, params) -> (carry, out)` over all layers in order.
 
     Returns the last carry and, for each kind, its layers' outs stacked `[L_kind, ...]`. One scan step is one period of
-    the pattern of kinds: a single layer where all are alike.
+    the pattern of kinds: a single layer where all are alike. Layers that lie apart (see `few_rows`) run without a scan.
     """
+    if isinstance(stacks[0], tuple):
+        return _run_layers(config, body, carry, stacks)
     period = config.layer_kinds[: config.period]
     steps, counts = config.num_layers // config.period, [period.count(j) for j in range(len(stacks))]
 
@@ -206,6 +213,20 @@ def scan_layers(
     carry, outs = jax.lax.scan(layer_by_layer(step, stacks), carry, (jnp.arange(steps), grouped))
     flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
     return carry, tuple(out if n == 1 else jax.tree.map(flat, out) for out, n in zip(outs, counts, strict=True))
+
+
+def _run_layers(
+    config: DecoderConfig,
+    body: Callable[[Any, Layer, Params], tuple[Any, Any]],
+    carry: Any,
+    layers: tuple[tuple[Params, ...], ...],
+) -> tuple[Any, tuple[Any, ...]]:
+    outs: list[list[Any]] = [[] for _ in layers]
+    for number, kind in enumerate(config.layer_kinds):
+        index = len(outs[kind])
+        carry, out = body(carry, Layer(kind, index, number), layers[kind][index])
+        outs[kind].append(out)
+    return carry, tuple(jax.tree.map(lambda *a: jnp.stack(a), *out) for out in outs)
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:

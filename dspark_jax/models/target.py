@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.models.config import DecoderConfig
+from dspark_jax.models.few_rows import product
 from dspark_jax.models.layers import (
     DecoderLayer,
     KeysValues,
@@ -74,5 +75,5 @@ class Decoder(nn.Module):
     def logits(self, hidden_NxH: jax.Array) -> jax.Array:
         """`[N, V]` logits of hidden states after the final norm."""
         tied = self.config.tied
-        logits = jnp.einsum("nh,vh->nv", hidden_NxH, self.embedding) if tied else self.lm_head(hidden_NxH)
+        logits = product(hidden_NxH, self.embedding) if tied else self.lm_head(hidden_NxH)
         return soft_cap(logits, self.config.softcap)

@@ -77,7 +77,8 @@ def make_target(
     )
     config = dataclasses.replace(config, **changes)
     params = random_params(abstract_params(Decoder(config)), seed, dtype)
-    params["lm_head"]["kernel"] *= sharpness
+    if not config.tied:
+        params["lm_head"]["kernel"] *= sharpness
     for layers in params["layers"]:
         if config.sandwich:  # norms behind the projections undo their size
             layers["post_attention_layernorm"]["scale"] *= context
