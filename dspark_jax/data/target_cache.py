@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,25 @@ def decode(info: CacheInfo, arrays: Mapping[str, np.ndarray]) -> CacheRows:
 
 
 def open_store(place: str) -> ts.KvStore:
-    """A folder or bucket. `place`: a path, gs://BUCKET/PATH or s3://BUCKET/PATH. UserError on another kind."""
-    local = {"driver": "file", "path": f"{Path(place).absolute()}/"}
+    """A folder or bucket. `place`: a path, gs://BUCKET/PATH or s3://BUCKET/PATH. UserError on another kind.
+
+    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL name another server than Amazon's, as they do for Amazon's own tools.
+    """
     try:
-        return ts.KvStore.open(place.rstrip("/") + "/" if "://" in place else local, context=_CONTEXT).result()
+        return ts.KvStore.open(_store_spec(place), context=_CONTEXT).result()
     except (ValueError, OSError) as error:
         raise UserError(f"{place}: not a place for a cache ({error}): give a folder, gs:// or s3://") from None
+
+
+def _store_spec(place: str) -> dict[str, Any]:
+    if "://" not in place:
+        return {"driver": "file", "path": f"{Path(place).absolute()}/"}
+    spec = ts.KvStore.Spec(place.rstrip("/") + "/").to_json()
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if spec["driver"] != "s3" or not endpoint:
+        return spec
+    # TensorStore asks Amazon for a bucket's region, and needs to be told another server's.
+    return spec | {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
 
 
 def open_array(store: ts.KvStore, part: str, name: str, info: CacheInfo, create: bool = False) -> ts.TensorStore:

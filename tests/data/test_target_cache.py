@@ -20,7 +20,7 @@ from dspark_jax import prepare_features
 from dspark_jax.data import cache_writer
 from dspark_jax.data.batches import Batches, learnt_length
 from dspark_jax.data.cache_writer import CacheWriter, sink_writer, size_line
-from dspark_jax.data.target_cache import CacheInfo, CacheRows, TargetCache, decode, encode
+from dspark_jax.data.target_cache import CacheInfo, CacheRows, TargetCache, decode, encode, open_store
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.errors import UserError
@@ -28,6 +28,7 @@ from dspark_jax.interop.target_io import load_target
 from dspark_jax.prepare_features import write_features
 from dspark_jax.training import loop
 from dspark_jax.training.features import CachedFeatures, FeatureSource, open_cache, target_features
+from tests.data.buckets import storage_servers
 
 ROOT = Path(__file__).parents[2]
 TAPS, MAX_LENGTH = (0, 2), 60
@@ -156,6 +157,39 @@ def test_a_bucket_is_a_place_like_a_folder(target, rows):
     assert TargetCache("memory://bucket/cache", target, TAPS).rows == rows[:3]
     with pytest.raises(UserError, match="ftp://x: not a place for a cache"):
         TargetCache("ftp://x", target, TAPS)
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with storage_servers():
+        yield
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_buckets_hold_what_folders_hold(servers, written, target, rows, scheme):
+    """Written in two runs, the first of them killed, and read back; then an object is lost."""
+    place = f"{scheme}://drafts/cache"
+    killed = CacheWriter(place, info_of(target), len(rows), part_bytes=1)
+    write_features(target, list(enumerate(rows))[:4], killed, batch_size=2)
+    with pytest.raises(UserError, match="holds 4 of 8 sequences"):
+        TargetCache(place, target, TAPS)
+    assert write(place, target, rows) == 4 and write(place, target, rows) == 0
+    ours, folder = TargetCache(place, target, TAPS), TargetCache(str(written), target, TAPS)
+    assert ours.rows == folder.rows == rows
+    numbers = [n for n, row in enumerate(rows) if learnt_length(row, MAX_LENGTH)]
+    lengths = [learnt_length(rows[n], MAX_LENGTH) for n in numbers]
+    same(ours.read(numbers, lengths), folder.read(numbers, lengths), error=0)
+
+    store, part = open_store(place), ours.sequences[numbers[0]].part
+    store.write(f"{part}/taps/c/0/0", None).result()
+    with pytest.raises(UserError, match=f"{place}.*{part}"):
+        TargetCache(place, target, TAPS).read(numbers, lengths)
+
+
+def test_a_bucket_that_is_not_there_is_named(servers, target, rows):
+    for scheme in ("gs", "s3"):
+        with pytest.raises(UserError, match=f"{scheme}://nowhere/cache"):
+            write(f"{scheme}://nowhere/cache", target, rows)
 
 
 # ------------------------------------------------------------------------------------------------ interrupted writing
