@@ -62,7 +62,8 @@ class Engine:
     a slot). `max_length` bounds prompt and answer (default: the model's context). `cost_table`: what rounds cost here,
     for the strategies that weigh it ("auto" then is "load_aware"; the others measure one at start where it is missing);
     `temperatures`: the drafter's calibration. `sink`: gets the features of all accepted rows. `kernels`: "auto" (of the
-    device, where there are some), "tpu", "gpu" or "xla".
+    device, where there are some), "tpu", "gpu" or "xla". On a CPU a larger model's layers are copied, once for all
+    engines of a target, as rounds of few rows read them fastest (`models/few_rows.py`).
     Raises UserError on parts that do not fit together.
     """
 
