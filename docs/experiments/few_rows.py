@@ -3,6 +3,7 @@
 PYTHONPATH=. python docs/experiments/few_rows.py
 """
 
+import dataclasses
 import statistics
 
 from rich.progress import track
@@ -24,6 +25,7 @@ def main() -> None:
     for strategy in ("off", "fixed:1", "fixed:3", "fixed:7"):
         for layout in ("stacks", "by row"):
             few_rows.CACHED = cached if layout == "by row" else 2**63
+            target = dataclasses.replace(target)  # decides anew
             drafter = None if strategy == "off" else config.serve.drafter
             batches[strategy, layout] = FrozenBatch(Engine(target, drafter, strategy=strategy, max_slots=1), prompts)
     for batch in batches.values():

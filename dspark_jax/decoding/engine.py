@@ -26,7 +26,7 @@ from dspark_jax.errors import UserError
 from dspark_jax.interop.drafter_io import Drafter, check_fit, load_drafter
 from dspark_jax.interop.target_io import Target
 from dspark_jax.models.eagle3 import Eagle3
-from dspark_jax.models.few_rows import for_few_rows, gains_by_row
+from dspark_jax.models.few_rows import for_few_rows
 from dspark_jax.parallel import everywhere, on
 from dspark_jax.scheduling.calibration import Temperatures
 from dspark_jax.scheduling.cost_model import CostTable
@@ -115,7 +115,7 @@ class Engine:
         attention = "gpu" if chosen == "gpu" else "xla" if kernels == "xla" else "auto"
         self.models = Models(self.target.module, drafter.module if drafter else None, tokens, sink_taps, attention)
         self.weights = Weights(target.params, *((drafter.params, drafter.borrowed) if drafter else ()))
-        if chosen == "xla" and gains_by_row(target.params):
+        if chosen == "xla" and target.by_row is not None:
             drafts = for_few_rows(self.weights.drafter)
             self.weights = self.weights.replace(drafter=drafts, target_by_row=target.by_row)
         pool_sizes = (self.pages.total, page_size, target.dtype, target.mesh)

@@ -27,7 +27,7 @@ from dspark_jax.interop.gguf import read_gguf
 from dspark_jax.interop.tokenizer import Tokenizer
 from dspark_jax.models.attention import attend_rows
 from dspark_jax.models.config import DecoderConfig
-from dspark_jax.models.few_rows import for_few_rows
+from dspark_jax.models.few_rows import for_few_rows, gains_by_row
 from dspark_jax.models.layers import Params
 from dspark_jax.models.target import Decoder
 from dspark_jax.parallel import Place, everywhere, mesh_of, place_tree, placement
@@ -82,9 +82,9 @@ class Target:
         return dense_forward(self.module, self.params, jnp.asarray(tokens))
 
     @functools.cached_property
-    def by_row(self) -> Params:
-        """A copy of the weights for rounds of few rows on a CPU."""
-        return for_few_rows(self.params)
+    def by_row(self) -> Params | None:
+        """A copy of the weights for rounds of few rows on a CPU; None where they gain nothing by it."""
+        return for_few_rows(self.params) if gains_by_row(self.params) else None
 
     @functools.cached_property
     def fingerprint(self) -> str:

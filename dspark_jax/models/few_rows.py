@@ -5,21 +5,21 @@ pack it, and a scan copies each layer out of its stack: together more than the r
 the left, `[out, in]`, and layers apart.
 """
 
+import math
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 FEW = 32  # rows up to which a product costs its matrix; beyond, the operations count and XLA's order is as good
-
-
 CACHED = 2**24  # parameters; a model of no more is not worth a second copy and the longer compilation
 
 
 def product(x: jax.Array, weight_OxI: jax.Array) -> jax.Array:
     """x W^T, `[..., I]` to `[..., O]`."""
     if x.size > FEW * x.shape[-1]:
-        return jnp.einsum("...i,oi->...o", x, weight_OxI)
+        return _rows_first(x, weight_OxI)
     return jax.lax.platform_dependent(x, weight_OxI, cpu=_matrix_first, default=_rows_first)
 
 
@@ -58,9 +58,23 @@ def _apart(stack: Any) -> list[Any]:
 
 
 def gains_by_row(params: Any) -> bool:
-    """Whether rounds over these weights are faster by row: on one CPU, where its caches do not hold them all."""
+    """Whether rounds over these weights are faster by row: on one CPU whose caches do not hold them all.
+
+    Not where a copy of them would take more than half of the memory that is free.
+    """
     arrays = jax.tree.leaves(params)
     if any(isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) for a in arrays):
         return False  # of a machine that is not here
     devices = set().union(*(a.devices() for a in arrays))
-    return len(devices) == 1 and next(iter(devices)).platform == "cpu" and sum(a.size for a in arrays) > CACHED
+    if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+        return False
+    return sum(a.size for a in arrays) > CACHED and 2 * sum(a.nbytes for a in arrays) < free_memory()
+
+
+def free_memory() -> float:
+    """Bytes of host memory that can be had without swapping; inf where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -15,7 +15,7 @@ from dspark_jax.decoding.round import decode
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.models import few_rows
 from dspark_jax.models.config import Attention, Rope
-from dspark_jax.models.few_rows import FEW, for_few_rows, gains_by_row, product
+from dspark_jax.models.few_rows import FEW, for_few_rows, free_memory, gains_by_row, product
 
 GEMMA4 = {
     "family": "gemma4", "activation": "gelu_tanh", "value_norm": True, "sandwich": True, "layer_scalar": True,
@@ -51,7 +51,7 @@ def test_the_tokens_are_the_same(x64, by_row, monkeypatch, tiny_target, tiny_dra
     drafter = tiny_drafter(target) if kind == "bigram" else tiny_eagle(target)
     prompts = [[1, 2, 3], [9], [4] * 20, [30, 7]]
     params = [SamplingParams(temperature=t, seed=i, max_tokens=16) for i, t in enumerate((0, 1.0, 0.6, 0))]
-    made = lambda: Engine(target, drafter, sampler="coupled", max_slots=4)  # noqa: E731
+    made = lambda: Engine(dataclasses.replace(target), drafter, sampler="coupled", max_slots=4)  # noqa: E731
     ours = made()
     assert ours.weights.target_by_row is not None
     answers = [out.token_ids for out in ours.generate(prompts, params)]
@@ -83,6 +83,10 @@ def test_who_gains_by_it(monkeypatch, tiny_target):
     assert not gains_by_row(params)  # it lies in the processor's caches
     monkeypatch.setattr(few_rows, "CACHED", 0)
     assert gains_by_row(params)
+    with monkeypatch.context() as patch:
+        patch.setattr(few_rows, "free_memory", lambda: 1000.0)
+        assert not gains_by_row(params)
+    assert 2**20 < free_memory() < 2**50
     assert not gains_by_row(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params))
     layers = for_few_rows(params)["layers"][0]
     assert (
