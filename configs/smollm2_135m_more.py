@@ -5,7 +5,7 @@
     python train.py --config=configs/smollm2_135m_more.py
 
 Not trained yet. The target wrote the prompts itself, from the openings below; none shares 13 words in a row with an
-evaluation set (`data.keep_out`). `--config.data.prompts="" --config.workdir=runs/other` writes others.
+evaluation set (`data.keep_out`). `--config.data.prompts="" --config.seed=2 --config.workdir=runs/other` writes others.
 """
 
 from ml_collections import ConfigDict
