@@ -1,8 +1,9 @@
 # `make demo` and `make test` need Python 3.11 or newer and nothing else: each installs what it needs into .venv.
 PYTHON ?= python3
+NEWEST ?= python3.12
 BIN := .venv/bin
 
-.PHONY: demo peers test test-slow test-notebook test-interop lint clean
+.PHONY: demo peers test test-slow test-newest test-notebook test-interop lint clean
 
 demo: .venv/installed
 	$(BIN)/python -m dspark_jax demo --config=configs/smollm2_135m.py
@@ -23,6 +24,10 @@ test-notebook: .venv/installed-test
 # Exports, proved by PyTorch's speculators, in an environment of its own: it holds other packages back.
 test-interop: .venv-interop/installed
 	.venv-interop/bin/python -m pytest tests/interop/test_export_speculators.py
+
+# The kernels under the newest JAX, which wants a newer Python than the rest.
+test-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" tests/kernels tests/decoding/test_kernels.py
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -49,5 +54,11 @@ lint: .venv/installed-test
 	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-interop.txt
 	touch $@
 
+.venv-newest/installed: requirements.txt requirements-test.txt
+	$(NEWEST) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "Python 3.12 or newer is needed: make NEWEST=python3.13 $(MAKECMDGOALS)")'
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-interop .venv-peers .pytest_cache .ruff_cache tests/.programs
+	rm -rf .venv .venv-newest .venv-interop .venv-peers .pytest_cache .ruff_cache tests/.programs

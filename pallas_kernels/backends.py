@@ -14,9 +14,9 @@ def choose(
     """One of `written`, for which there are kernels, or "xla", for programs over `arrays` (none: the default device),
     and why.
 
-    "auto" takes the kernels on one TPU, and with `untried` on one Hopper GPU: on that machine none has been seen to
-    give the right tokens yet. They are not partitioned by the compiler, so programs over several devices take XLA's
-    operations; so do float64 programs, whose precision the kernels do not have.
+    "auto" takes the kernels on TPUs, and with `untried` on one Hopper GPU: on that machine none has been seen to
+    give the right tokens yet, and those are for one device. Float64 programs take XLA's operations: the kernels do not
+    have that precision.
     """
     placed = [a for a in arrays if isinstance(a, jax.Array)]
     devices = set().union(*(a.devices() for a in placed)) or {jax.devices()[0]}
@@ -28,7 +28,7 @@ def choose(
     capability = getattr(device, "compute_capability", "")
     if device.platform == "gpu" and not capability.startswith("9."):
         return "xla", f"GPU kernels need a Hopper (compute capability 9.x); this {device.device_kind} has {capability}"
-    if len(devices) > 1:
+    if device.platform == "gpu" and len(devices) > 1:
         return "xla", f"the weights are spread over {len(devices)} devices"
     if any(a.dtype.itemsize > 4 for a in placed):
         return "xla", "kernels have no float64"

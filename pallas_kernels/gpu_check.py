@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import choose
+from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head, Query, row_statistics
 from pallas_kernels.ragged_attention import Prefix
 from pallas_kernels.ragged_attention.report import SHAPES, attend
@@ -139,7 +140,7 @@ def random_drafts(rng: np.random.Generator, requests: int, vocab: int) -> tuple[
     """What `verify_by_kernel` takes behind the head: whole blocks, drafts of a flat law, temperatures, seeds."""
     whole = jnp.full(requests, DRAFTS + 1, jnp.int32)
     token = jnp.asarray(rng.integers(0, vocab, (requests, DRAFTS)), jnp.int32)
-    flat = jnp.zeros((requests, DRAFTS, vocab), jnp.float32)
+    flat = Written(jnp.zeros((requests, DRAFTS, vocab), jnp.float32))
     drafts = Drafts(token, jnp.full(token.shape, -np.log(vocab), jnp.float32), flat, jnp.arange(vocab, dtype=jnp.int32))
     seed = tuple(jnp.asarray(rng.integers(0, 2**32, requests, dtype=np.uint32)) for _ in range(2))
     return whole, whole, drafts, jnp.ones(requests, jnp.float32), seed

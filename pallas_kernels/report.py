@@ -1,9 +1,12 @@
-"""What the kernels save, by compiling for chips that are not here: `python -m pallas_kernels.report [--chip=v5e]`.
+"""What the kernels save, by compiling for chips that are not here.
+
+    python -m pallas_kernels.report [--chip=v5e] [--whole]
 
 Every line compares an operation written for XLA with the same operation around its kernel, at a real model's size.
 Temporary bytes are what the program holds beside its arguments and results (XLA's `memory_analysis`); moved bytes are
 what its operations read and write on the path usually taken (XLA's `cost_analysis`; for a kernel what its blocks copy,
-on a GPU also what they find in its cache).
+on a GPU also what they find in its cache). `--whole`: the temporary bytes of a whole round and a whole training step of
+Qwen3-8B on eight chips, each device's; that takes a quarter of an hour.
 """
 
 import argparse
@@ -14,10 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.anchor_attention.report import anchor_attention_lines
 from pallas_kernels.distribution_loss.report import distribution_loss_lines
+from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify
 from pallas_kernels.fused_verify import gpu as verify_gpu
 from pallas_kernels.fused_verify.verify import from_candidates
+from pallas_kernels.markov_sampler.report import markov_sampler_lines
 from pallas_kernels.ragged_attention import gpu as attention_gpu
 from pallas_kernels.ragged_attention import ragged_rows
 from pallas_kernels.ragged_attention.report import SHAPES, attend, ragged_attention_lines
@@ -80,7 +86,7 @@ def verify_arguments(name: str, requests: int, drafts: int) -> tuple[Any, ...]:
     hidden, head, _ = row_arguments(name, requests * (drafts + 1))
     whole, vocab = array(requests, dtype=jnp.int32), head.vocab_size
     proposal = Drafts(
-        array(requests, drafts, dtype=jnp.int32), array(requests, drafts), array(requests, drafts, vocab),
+        array(requests, drafts, dtype=jnp.int32), array(requests, drafts), Written(array(requests, drafts, vocab)),
         array(vocab, dtype=jnp.int32),
     )  # fmt: skip
     word = array(requests, dtype=jnp.uint32)
@@ -95,7 +101,7 @@ def verify_by_xla(hidden, head, count_R, start_R, drafts, temperature_R, seed, *
 
     rows = ragged_rows(count_R, start_R, len(hidden), drafts.token_RxK.shape[1] + 1)
     sampling = SlotSampling(Warp.temperatures(temperature_R), seed, temperature_R[:, None])
-    proposal = Proposal(drafts.token_RxK, drafts.log_q_RxK, drafts.warped_RxKxVd, drafts.log_q_RxK)
+    proposal = Proposal(drafts.token_RxK, drafts.log_q_RxK, drafts.law, drafts.log_q_RxK)
     return verify(head.logits(hidden), rows, proposal, drafts.token_ids_Vd, sampling, sampler)
 
 
@@ -162,6 +168,16 @@ def gpu_attention_lines(chip: str, context: int = 2048) -> Iterator[Line]:
         yield Line(f"attention, {shape}", size, chip, temporaries(before, after), (moved, by_kernel))
 
 
+def sampler_lines(chip: str) -> Iterator[Line]:
+    for op, shape, temporary, moved in markov_sampler_lines(compile_tpu, chip):
+        yield Line(op, shape, chip, temporary, moved)
+
+
+def anchor_lines(chip: str) -> Iterator[Line]:
+    for op, shape, temporary, moved in anchor_attention_lines(compile_tpu, chip):
+        yield Line(op, shape, chip, temporary, moved)
+
+
 def loss_lines(chip: str) -> Iterator[Line]:
     for name, model in MODELS.items():
         sizes = name, model.width, model.vocab, model.softcap
@@ -169,18 +185,43 @@ def loss_lines(chip: str) -> Iterator[Line]:
             yield Line(op, shape, chip, temporary, moved)
 
 
-OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (fused_verify_lines, attention_lines, loss_lines)
+def whole_lines(chip: str) -> Iterator[str]:
+    """Temporary megabytes on a device of the engine's and the trainer's own programs."""
+    from configs import qwen3
+    from dspark_jax.planning.chips import parse_machine
+    from dspark_jax.planning.serving import plan_serving
+    from dspark_jax.planning.training import plan_training
+
+    machine, serving, training = parse_machine(TPUS[chip]), qwen3.get_config("8b"), qwen3.get_config("8b")
+    training.train.micro_steps = 64
+    for kernels in ("xla", "tpu"):
+        for plan in (
+            plan_serving(serving, machine, 1024, 4.8, kernels), plan_training(training, machine, kernels),
+        ):  # fmt: skip
+            size = "does not compile" if plan.temporary is None else f"{plan.temporary / 1e6:.1f} MB"
+            yield f"{plan.what} of Qwen3-8B on {TPUS[chip]}, {plan.setting}, {kernels}: {size}"
+
+
+OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (
+    fused_verify_lines, sampler_lines, attention_lines, anchor_lines, loss_lines,
+)  # fmt: skip
 ON_GPU = (fused_verify_lines, gpu_attention_lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chip", choices=[*sorted(TPUS), "H100"], default="v5e")
-    chip = parser.parse_args().chip
+    parser.add_argument("--whole", action="store_true", help="whole programs instead, on eight TPUs")
+    given = parser.parse_args()
+    chip = given.chip
     if chip in TPUS and not libtpu_installed():
         parser.error("libtpu is not installed: pip install libtpu (a version that goes with jax's)")
     if chip not in TPUS and not gpu_compiler_installed():
         parser.error("the GPU compiler is not installed: docs/kernels.md says how")
+    if given.whole:
+        for line in whole_lines(chip):
+            print(line, flush=True)
+        return
     print(f"{'megabytes':<58} {'temporary':^21} {'moved':^21}")
     print(f"{'operation':<24} {'size':<28} {'chip':<4} {'XLA':>10} {'kernel':>10} {'XLA':>10} {'kernel':>10}")
     for lines in OPERATIONS if chip in TPUS else ON_GPU:

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 TPUS = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2"}  # eight chips each
 KERNELS = ("tpu_custom_call", "mosaic_gpu_v2")  # how a Mosaic kernel shows in a compiled program
+OPERATIONS = ("anchor_attention", "distribution_loss", "fused_verify", "markov_sampler", "ragged_attention")
 
 # What compilers ask of a GPU: compute capability, processors, bytes of memory and of second-level cache.
 GPUS = {"H100": ((9, 0), 132, 84_929_347_584, 52_428_800), "B200": ((10, 0), 148, 192_000_000_000, 132_644_864)}
@@ -110,3 +112,8 @@ def has_kernel(compiled: jax.stages.Compiled) -> bool:
     """Whether a Mosaic kernel is in the program."""
     text = compiled.as_text()
     return any(kernel in text for kernel in KERNELS)
+
+
+def kernels_in(hlo: str) -> tuple[str, ...]:
+    """Whose TPU kernels a compiled program's text holds: names out of OPERATIONS."""
+    return tuple(op for op in OPERATIONS if re.search(rf"%{op}[\w.]* = .*{KERNELS[0]}", hlo))

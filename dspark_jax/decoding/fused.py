@@ -44,7 +44,7 @@ def verify_hidden(
     """`verify` from hidden states; `from_logits` while a request keeps more tokens than the kernel's candidates."""
     drafts = None
     if proposal is not None:
-        drafts = Drafts(proposal.token_RxK, proposal.log_q_RxK, proposal.warped_RxKxVd, token_ids_Vd)
+        drafts = Drafts(proposal.token_RxK, proposal.log_q_RxK, proposal.law, token_ids_Vd)
 
     def by_kernel() -> tuple[Verdict, jax.Array]:
         out = fused_verify(hidden_NxH, head, rows, drafts, sampling.warp, sampling.seed, sampler, backend)

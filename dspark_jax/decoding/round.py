@@ -245,7 +245,8 @@ def draft(
     prefixes = view_pools(caches.draft, slots.table_RxC[:, :context_pages], slots.length_R - 1)
     return propose(
         models.drafter, weights.drafter, weights.borrowed, slots.anchor_R, prefixes, slots.carry, slots.sampling,
-        policy.sampler, drafts, draft_adjustment(models, slots, weights.borrowed.token_ids_Vd), models.attention,
+        policy.sampler, drafts, draft_adjustment(slots, weights.borrowed.token_ids_Vd), models.num_tokens,
+        models.attention, policy.kernels,
     )  # fmt: skip
 
 
@@ -257,19 +258,12 @@ def _appended(slots: Slots, out: Outcome) -> jax.Array:
     return slots.history_RxT.at[slot_Rx1, place_RxQ].set(out.token_RxQ.astype(jnp.int32), mode="drop")
 
 
-def draft_adjustment(models: Models, slots: Slots, token_ids_Vd: jax.Array) -> Callable[..., jax.Array]:
-    """What `propose` does to the draft logits of a step, given the tokens drafted before it."""
-    slot_R = jnp.arange(len(slots.anchor_R))
-
-    def adjust(logits_RxVd: jax.Array, drafted_RxK: jax.Array) -> jax.Array:
-        if slots.adjust:
-            stops = slots.sampling.stop_RxE
-            logits_RxVd = adjusted(logits_RxVd, slots.adjust, slot_R, drafted_RxK, stops, token_ids_Vd)
-        if models.num_tokens < models.target.config.vocab_size:
-            logits_RxVd = forbid_padding(logits_RxVd, models.num_tokens, token_ids_Vd)
-        return logits_RxVd
-
-    return adjust
+def draft_adjustment(slots: Slots, token_ids_Vd: jax.Array) -> Callable[..., jax.Array] | None:
+    """What the requests change in the draft logits of a step, given the tokens drafted before it; None: nothing."""
+    if not slots.adjust:
+        return None
+    slot_R, stops = jnp.arange(len(slots.anchor_R)), slots.sampling.stop_RxE
+    return lambda logits, drafted_RxK: adjusted(logits, slots.adjust, slot_R, drafted_RxK, stops, token_ids_Vd)
 
 
 def _adjust_rows(models: Models, slots: Slots, logits_NxV: jax.Array, rows: Rows, block_RxQ: jax.Array) -> jax.Array:

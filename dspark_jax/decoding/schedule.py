@@ -182,7 +182,5 @@ def _confidence(policy: Policy, schedule: SlotSchedule, proposal: Proposal, gree
     if policy.strategy.name != "dcut":
         own = confidences(proposal.confidence_RxK, schedule.temperature_RxK)
         return own * schedule.acceptance(proposal) if policy.running else own
-    warped = proposal.warped_RxKxVd
-    largest = jnp.exp(jnp.max(warped, axis=-1) - jax.nn.logsumexp(warped, axis=-1))
-    drawn = jnp.exp(proposal.log_q_RxK)
+    largest, drawn = jnp.exp(proposal.log_largest_RxK), jnp.exp(proposal.log_q_RxK)
     return drawn if policy.sampler == "coupled" else jnp.where(greedy_R[:, None], drawn, largest)

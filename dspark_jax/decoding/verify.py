@@ -117,11 +117,10 @@ def _draw_next(
     if proposal is not None:
         rejected_R = accepted_R < rows.count_R - 1
         slot = jnp.minimum(accepted_R, proposal.token_RxK.shape[1] - 1)[:, None]
-        if isinstance(proposal.warped_RxKxVd, tuple):
+        if isinstance(proposal.law, tuple):
             left = _others(warped_RxV, jnp.take_along_axis(proposal.token_RxK, slot, axis=1))
         else:
-            q = jnp.take_along_axis(proposal.warped_RxKxVd, slot[:, :, None], axis=1)[:, 0]
-            left = _residual(warped_RxV, q, token_ids_Vd)
+            left = _residual(warped_RxV, proposal.law.row(slot[:, 0]), token_ids_Vd)
         scores = jnp.where(rejected_R[:, None], left, warped_RxV)
         role = jnp.where(rejected_R, Role.RESIDUAL, Role.SAMPLE)
     return draw(scores, sampling.warp, position_key(sampling.seed, position_R, role))

@@ -63,7 +63,7 @@ def _plans(policy: Policy, logits_RxK: jax.Array, schedule: SlotSchedule, cost: 
 
     def body(i: jax.Array, carry: tuple[jax.Array, SlotSchedule]) -> tuple[jax.Array, SlotSchedule]:
         drafts, schedule = carry
-        proposal = Proposal(nothing.astype(jnp.int32), nothing, nothing[:, :, None], logits_RxK + 0.01 * i)
+        proposal = Proposal(nothing.astype(jnp.int32), nothing, (), logits_RxK + 0.01 * i)
         planned = plan(policy, schedule, proposal, active_R, active_R, cost)
         return drafts + jnp.sum(planned.length_R) + planned.bucket, planned.schedule
 

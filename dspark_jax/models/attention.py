@@ -37,10 +37,12 @@ def attend_blocks(
     start_BxN: jax.Array,
     keep_BxN: jax.Array,
     size: int,
+    backend: str = "xla",
 ) -> LayerAttend:
     """Packed draft blocks of `size` slots over the rows of their documents, from `start` to their anchors (training).
 
-    `context_kv`: for each kind of attention, keys and values `[L, B·S, KV, D]` of the context.
+    `context_kv`: for each kind of attention, keys and values `[L, B·S, KV, D]` of the context. `backend`: of
+    `anchor_attention`.
     """
     batch, blocks = anchor_BxN.shape
 
@@ -51,6 +53,7 @@ def attend_blocks(
         out = anchor_attention(
             q_block, k_context, v_context, k_block, v_block, anchor_BxN, keep_BxN, kind.softmax_scale,
             start_BxN=start_BxN, causal=kind.causal, window=kind.window, from_anchor=kind.window_from_anchor,
+            backend=backend,
         )  # fmt: skip
         return out.reshape(q.shape)
 
@@ -75,7 +78,7 @@ def attend_documents(config: DecoderConfig, position_BxS: jax.Array, align: int)
             q_block, k_block, v_block = (a.reshape(*anchor.shape, align, *a.shape[1:]) for a in (q, k, v))
             out = anchor_attention(
                 q_block, *context, k_block, v_block, anchor, keep, kind.softmax_scale, start_BxN=start, causal=True,
-                window=kind.window,
+                window=kind.window, backend="auto",
             )  # fmt: skip
             return out.reshape(q.shape)
 

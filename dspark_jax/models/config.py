@@ -159,6 +159,11 @@ class DrafterConfig:
         return self.block_size - self.logits_start
 
     @property
+    def has_correction(self) -> bool:
+        """True when the in-block head adds factor · table to all base logits, as all but the selector do."""
+        return self.markov_rank > 0 and self.head_type != "selector"
+
+    @property
     def tap_width(self) -> int:
         """Features of one context row: the tapped states, concatenated."""
         return len(self.tap_layers) * (self.target_hidden_size or self.decoder.hidden_size)

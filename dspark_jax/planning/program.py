@@ -12,13 +12,14 @@ from dspark_jax.planning.chips import Machine
 from dspark_jax.planning.collectives import Traffic, traffic
 from dspark_jax.planning.counting import Product, products
 from dspark_jax.planning.models import AnyMesh
+from pallas_kernels.targets import kernels_in
 
 _TOO_MUCH = "RESOURCE_EXHAUSTED: "
 
 
 class Program(NamedTuple):
     """A program of one mesh. `temporary`: bytes a device needs beside arguments and results that stay; None: nothing
-    compiles for that machine, or `refusal` says why it did not compile.
+    compiles for that machine, or `refusal` says why it did not compile. `kernels`: names of those that it holds.
     """
 
     work: list[Product]
@@ -26,6 +27,7 @@ class Program(NamedTuple):
     traffic: Traffic
     seconds: float  # that compiling took
     refusal: str = ""
+    kernels: tuple[str, ...] = ()
 
 
 def examine(
@@ -50,8 +52,9 @@ def examine(
         if not too_much:
             raise
         return Program(work, None, {}, time.monotonic() - start, f"compiler: {why.splitlines()[0].rstrip('.')}")
-    sent = traffic(compiled.as_text(), mesh.size, loops)
-    return Program(work, compiled.memory_analysis().temp_size_in_bytes, sent, time.monotonic() - start)
+    hlo = compiled.as_text()
+    sent, temporary = traffic(hlo, mesh.size, loops), compiled.memory_analysis().temp_size_in_bytes
+    return Program(work, temporary, sent, time.monotonic() - start, kernels=kernels_in(hlo))
 
 
 def _is_shape(a: Any) -> bool:

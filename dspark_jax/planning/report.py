@@ -36,6 +36,7 @@ class Plan:
     refusal: str = ""
     rate: tuple[str, float] = ("", 0.0)  # what a second makes, and how many of it a step makes
     advice: str = ""
+    kernels: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -61,6 +62,7 @@ class Plan:
             sum(times * seconds(program.work, chip, mesh.size) for times, program in programs),
             sum(one.bytes for one in sent.values()) / chip.links,
             sum(program.seconds for _, program in programs), machine.compiles, *refusals[:1],
+            kernels=tuple(sorted({kernel for _, program in programs for kernel in program.kernels})),
         )  # fmt: skip
 
     def with_rate(self, unit: str, each: float) -> "Plan":
@@ -111,6 +113,8 @@ def print_plan(plan: Plan) -> None:
     print(plan.verdict)
     if plan.refusal:
         return
+    if plan.kernels:
+        print(f"kernels: {', '.join(plan.kernels)}")
     for kind, sent in plan.traffic.items():
         print(f"{sent.count:.0f} × {kind}, {_bytes(sent.bytes)} sent by each device (compiled)")
     links = f"{_time(plan.link_seconds)} of collectives (compiled)" if plan.compiled else "collectives not known"

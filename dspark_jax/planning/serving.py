@@ -31,16 +31,19 @@ from dspark_jax.planning.report import Plan
 from dspark_jax.serving import make_engine, sampling_params
 
 
-def plan_serving(config: ConfigDict, machine: Machine, context: int, tokens_per_round: float) -> Plan:
+def plan_serving(
+    config: ConfigDict, machine: Machine, context: int, tokens_per_round: float, kernels: str = ""
+) -> Plan:
     """A round of `serve.max_slots` requests with `context` tokens behind each; it verifies whole blocks.
 
     `tokens_per_round`: what a request is assumed to gain by one, bonus included; at most what a block can give.
+    `kernels`: "tpu" or "xla"; "": on one TPU the kernels, on several XLA's operations, whose products can be counted.
     UserError where the config's engine does not hold so many tokens.
     """
     target, own = abstract_models(config)
     drafter = served_drafter(config, target, own)
     mesh = machine.mesh(config.mesh, max(kind.num_kv_heads for kind in target.config.attention))
-    engine, caches, slots = abstract_engine(config, target, drafter, mesh)
+    engine, caches, slots = abstract_engine(config, target, drafter, mesh, kernels)
     rows = engine.pages.total * engine.page_size
     if context > min(engine.context, rows // engine.max_slots):
         raise UserError(
@@ -64,7 +67,7 @@ def plan_serving(config: ConfigDict, machine: Machine, context: int, tokens_per_
 
 
 def abstract_engine(
-    config: ConfigDict, target: Target, drafter: Drafter | None, mesh: AnyMesh
+    config: ConfigDict, target: Target, drafter: Drafter | None, mesh: AnyMesh, kernels: str
 ) -> tuple[Engine, Caches, Slots]:
     """The config's engine without arrays, and the shapes of its caches and of slots with the config's sampling.
 
@@ -73,7 +76,7 @@ def abstract_engine(
     """
     s, made = config.serve, []
     strategy = s.strategy if s.strategy.split(":")[0] in ("off", "fixed", "threshold") else "auto"
-    kernels = "tpu" if mesh.size == 1 and isinstance(mesh, Mesh) else "auto"  # as "auto" is where that TPU is
+    kernels = kernels or ("tpu" if mesh.size == 1 and isinstance(mesh, Mesh) else "auto")
 
     def build() -> tuple[Caches, Slots]:
         engine = make_engine(config, target, drafter, cost_table=None, strategy=strategy, kernels=kernels)

@@ -34,15 +34,18 @@ from dspark_jax.training.update import Totals, apply_gradients, part_totals
 from pallas_kernels.anchor_attention.tiled import CONTEXT
 
 
-def plan_training(config: ConfigDict, machine: Machine) -> Plan:
-    """A step of `train.batch_size` sequences that are all as long as they may be, with all their blocks."""
+def plan_training(config: ConfigDict, machine: Machine, kernels: str = "xla") -> Plan:
+    """A step of `train.batch_size` sequences that are all as long as they may be, with all their blocks.
+
+    `kernels`: "tpu" or "xla", whose products can be counted.
+    """
     target, drafter = abstract_models(config)
     target = target.with_taps(drafter.config.tap_layers)
     mesh = machine.mesh(config.mesh, max(kind.num_kv_heads for kind in target.config.attention))
     sequences = _sequences(config, mesh)
     t, heads = config.train, target.config.heads
     frozen = place_tree(target.params, lambda path, a: placed(a, mesh, row_spec(path, a.shape, heads, mesh)))
-    setup, state = _setup(config, drafter, mesh)
+    setup, state = _setup(config, drafter, mesh, kernels)
     tables = replicated(drafter.borrowed, mesh)
     batch = _batch(config, sequences, mesh, padded=isinstance(setup.drafter, Eagle3))
     features = _features(target, batch, mesh)
@@ -89,11 +92,11 @@ def _sequences(config: ConfigDict, mesh: AnyMesh) -> int:
     return -(-t.batch_size // t.micro_steps // mesh.size)
 
 
-def _setup(config: ConfigDict, drafter: Drafter, mesh: AnyMesh) -> tuple[Setup, TrainState]:
+def _setup(config: ConfigDict, drafter: Drafter, mesh: AnyMesh, kernels: str) -> tuple[Setup, TrainState]:
     t = config.train
     schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
     optimizer = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm)
-    setup = Setup(drafter.module, loss_settings(config), t.num_anchors, optimizer, ema=t.ema)
+    setup = Setup(drafter.module, loss_settings(config), t.num_anchors, optimizer, kernels, t.ema)
     return setup, _in_parts(jax.eval_shape(functools.partial(new_state, setup=setup), drafter.params), mesh)
 
 

@@ -105,13 +105,13 @@ def run_context(
 
 
 def run_backbone(
-    module: DSpark, params: Params, borrowed: Borrowed, context_kv: ContextKV, blocks: Blocks
+    module: DSpark, params: Params, borrowed: Borrowed, context_kv: ContextKV, blocks: Blocks, kernels: str = "xla"
 ) -> jax.Array:
     """The blocks' hidden states `[B·N, block_size, H]`."""
     c = module.config
     variables = {"params": params}
     start = blocks.anchor_BxN - blocks.position_BxN
-    attend = attend_blocks(c.decoder, context_kv, blocks.anchor_BxN, start, blocks.keep_BxN, c.block_size)
+    attend = attend_blocks(c.decoder, context_kv, blocks.anchor_BxN, start, blocks.keep_BxN, c.block_size, kernels)
     anchor_token = jnp.where(blocks.keep_BxN, blocks.previous_BxNxK[..., 0], c.mask_token_id)
     slot_position = (blocks.position_BxN[..., None] + jnp.arange(c.block_size)).reshape(-1, c.block_size)
     return module.apply(variables, anchor_token.reshape(-1), slot_position, attend, borrowed, method=DSpark.block)
@@ -168,7 +168,7 @@ def _judged(
     params, features = computed_in(borrowed.embedding_VxH.dtype, params, features)
     if context_kv is None:
         context_kv = run_context(module, params, borrowed, features.taps_BxSxMH)
-    hidden = run_backbone(module, params, borrowed, context_kv, blocks)
+    hidden = run_backbone(module, params, borrowed, context_kv, blocks, setup.kernels)
     factor, confidence = run_heads(module, params, borrowed, hidden, blocks)
     batch, length, width = features.last_hidden_BxSxH.shape
     source = blocks.source_BxNxK + length * jnp.arange(batch)[:, None, None]

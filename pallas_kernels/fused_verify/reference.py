@@ -12,16 +12,25 @@ DEPTH = 4  # candidates kept of each residue class of ids modulo LANES
 
 @flax.struct.dataclass
 class Head:
-    """The target's output head: logits = soft cap of hidden · weights; ids from `num_tokens` on never come out."""
+    """The target's output head: logits = soft cap of hidden · weights; ids from `num_tokens` on never come out.
+
+    A device's part of it begins with word `first`.
+    """
 
     weight: jax.Array  # [V, H]; [H, V] when `transposed`
     num_tokens: int = flax.struct.field(pytree_node=False)
     softcap: float = flax.struct.field(pytree_node=False, default=0.0)
     transposed: bool = flax.struct.field(pytree_node=False, default=False)
+    first: jax.Array | None = None  # None: 0
 
     @property
     def vocab_size(self) -> int:
         return self.weight.shape[1 if self.transposed else 0]
+
+    @property
+    def ids(self) -> jax.Array:
+        """`[V]` of its words."""
+        return jnp.arange(self.vocab_size, dtype=jnp.int32) + (0 if self.first is None else self.first)
 
     def logits(self, hidden_NxH: jax.Array) -> jax.Array:
         """`[N, V]` in the hidden states' dtype, rounded before and after the soft cap; -inf from `num_tokens` on."""
@@ -29,7 +38,7 @@ class Head:
         if self.softcap:
             wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
             logits = (self.softcap * jnp.tanh(wide / self.softcap)).astype(logits.dtype)
-        return jnp.where(jnp.arange(self.vocab_size) < self.num_tokens, logits, -jnp.inf)
+        return jnp.where(self.ids < self.num_tokens, logits, -jnp.inf)
 
 
 @flax.struct.dataclass
@@ -70,19 +79,19 @@ def row_statistics(hidden_NxH: jax.Array, head: Head, query: Query) -> RowStatis
     logits = head.logits(hidden_NxH)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     warped = logits / query.temperature_N[:, None].astype(logits.dtype)
-    ids = jnp.arange(head.vocab_size, dtype=jnp.int32)
-    noise = gumbel(tuple(word[:, None] for word in query.key_N), ids).astype(logits.dtype)
+    noise = gumbel(tuple(word[:, None] for word in query.key_N), head.ids).astype(logits.dtype)
     score = jnp.where(query.noisy_N[:, None], warped + noise, warped)
     classes = max(-(-head.vocab_size // LANES), DEPTH)
     padding = ((0, 0), (0, classes * LANES - head.vocab_size))
     by_class = jnp.pad(score, padding, constant_values=-jnp.inf).reshape(len(score), classes, LANES)
     best, place = jax.lax.top_k(jnp.swapaxes(by_class, 1, 2), DEPTH)  # [N, LANES, DEPTH]
-    ids_NxC = jnp.swapaxes(place * LANES + jnp.arange(LANES)[:, None], 1, 2).reshape(len(score), -1).astype(jnp.int32)
+    place_NxC = jnp.swapaxes(place * LANES + jnp.arange(LANES)[:, None], 1, 2).reshape(len(score), -1)
+    is_token = head.ids == query.token_N[:, None]
     return RowStatistics(
         log_total_N=jax.nn.logsumexp(logits, axis=-1),
         log_total_warped_N=jax.nn.logsumexp(warped, axis=-1),
-        token_logit_N=jnp.take_along_axis(logits, query.token_N[:, None], axis=-1)[:, 0],
+        token_logit_N=jnp.max(jnp.where(is_token, logits, -jnp.inf), axis=-1),
         score_NxC=jnp.swapaxes(best, 1, 2).reshape(len(score), -1),
-        logit_NxC=jnp.take_along_axis(jnp.pad(logits, padding, constant_values=-jnp.inf), ids_NxC, axis=-1),
-        id_NxC=ids_NxC,
+        logit_NxC=jnp.take_along_axis(jnp.pad(logits, padding, constant_values=-jnp.inf), place_NxC, axis=-1),
+        id_NxC=place_NxC.astype(jnp.int32) + head.ids[0],
     )

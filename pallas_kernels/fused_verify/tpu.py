@@ -53,26 +53,30 @@ def _over_vocabulary(hidden_NxH: jax.Array, head: Head, query: Query) -> list[ja
         return jnp.pad(a.reshape(num_rows, -1).astype(dtype), ((0, row_tiles * rows - num_rows), (0, 0)))
 
     def per_row(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((rows, size), lambda i, j: (i, 0))
+        return pl.BlockSpec((rows, size), lambda i, j, first: (i, 0))
 
     head_block = (width, tile) if head.transposed else (tile, width)
     outs = pl.pallas_call(
-        functools.partial(_kernel, head=head, tile=tile),
-        grid=(row_tiles, pl.cdiv(head.vocab_size, tile)),
-        in_specs=[
-            per_row(width),
-            pl.BlockSpec(head_block, (lambda i, j: (0, j)) if head.transposed else (lambda i, j: (j, 0))),
-            *[per_row(1)] * 5,
-        ],
-        out_specs=[per_row(shape.shape[1]) for shape in shapes],
+        functools.partial(_kernel, head=head.replace(weight=None, first=None), vocab=head.vocab_size, tile=tile),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(row_tiles, pl.cdiv(head.vocab_size, tile)),
+            in_specs=[
+                per_row(width),
+                pl.BlockSpec(head_block, lambda i, j, first: (0, j) if head.transposed else (j, 0)),
+                *[per_row(1)] * 5,
+            ],
+            out_specs=[per_row(shape.shape[1]) for shape in shapes],
+            scratch_shapes=[pltpu.VMEM((rows, tile), jnp.float32)],
+        ),
         out_shape=shapes,
-        scratch_shapes=[pltpu.VMEM((rows, tile), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
         ),
         cost_estimate=_cost(hidden_NxH, head, row_tiles, shapes),
         name=f"fused_verify_rows{rows}_tile{tile}",
     )(
+        head.ids[:1],
         pad(hidden_NxH, hidden_NxH.dtype),
         head.weight,
         pad(query.token_N, jnp.int32),
@@ -106,9 +110,9 @@ def _tile_size(head: Head, width: int) -> int:
 
 
 def _kernel(
-    hidden_ref, head_ref, token_ref, inverse_ref, noisy_ref, key0_ref, key1_ref,
+    first_ref, hidden_ref, head_ref, token_ref, inverse_ref, noisy_ref, key0_ref, key1_ref,
     peak_ref, total_ref, total_warped_ref, token_logit_ref, score_ref, logit_ref, id_ref, tile_ref,
-    *, head: Head, tile: int,
+    *, head: Head, vocab: int, tile: int,
 ):  # fmt: skip
     """One tile of the vocabulary for one tile of rows."""
 
@@ -128,7 +132,8 @@ def _kernel(
     )
     # XLA's logits are rounded to the model's dtype: the same ties, and the same tokens, on either path.
     tile_ref[...] = logits.astype(hidden_ref.dtype).astype(jnp.float32)
-    first_id = pl.program_id(1) * tile
+    first = first_ref[0]
+    first_id, end_id = first + pl.program_id(1) * tile, jnp.minimum(head.num_tokens, first + vocab)
     depths = [slice(LANES * d, LANES * (d + 1)) for d in range(DEPTH)]
     lane = jax.lax.broadcasted_iota(jnp.int32, (_GROUP, LANES), 1)
 
@@ -145,7 +150,7 @@ def _kernel(
             logit = tile_ref[rows, LANES * chunk : LANES * (chunk + 1)]
             if head.softcap:
                 logit = (head.softcap * jnp.tanh(logit / head.softcap)).astype(hidden_ref.dtype).astype(jnp.float32)
-            logit = jnp.where(ids < min(head.num_tokens, head.vocab_size), logit, -jnp.inf)
+            logit = jnp.where(ids < end_id, logit, -jnp.inf)
             token_logit = jnp.where(ids == token, logit, token_logit)
             higher = jnp.maximum(peak, logit)
             total = total * jnp.exp(peak - higher) + jnp.exp(logit - higher)

@@ -12,9 +12,12 @@ above what may be missing, the candidates are the whole law. top-p acts on what 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.draft_law import Law
 from pallas_kernels.fused_verify import reference, tpu
 from pallas_kernels.fused_verify.reference import Head, Query, RowStatistics
+from pallas_kernels.mesh import dividing
 from pallas_kernels.noise import Key, Role, gumbel, position_key, uniform
 from pallas_kernels.ragged_attention import Rows
 from pallas_kernels.warp import Warp, thresholds
@@ -26,7 +29,7 @@ class Drafts:
 
     token_RxK: jax.Array  # target ids
     log_q_RxK: jax.Array  # log q(token), computed where the token was drawn
-    warped_RxKxVd: jax.Array | tuple[()]  # warped draft logits; `()`: q is 1 at the drafted token
+    law: Law | tuple[()]  # q; `()`: it is 1 at the drafted token
     token_ids_Vd: jax.Array | None  # target ids of the draft vocabulary, increasing
 
 
@@ -81,8 +84,46 @@ def serves(warp: Warp) -> jax.Array:
 def row_statistics(hidden_NxH: jax.Array, head: Head, query: Query, backend: str = "auto") -> RowStatistics:
     """What verification needs of N rows. "auto": the kernel where the program is compiled for a TPU, else XLA.
 
-    "gpu": a Hopper, which a program that is compiled for GPUs does not know of itself; see `backends.choose`.
+    "gpu": a Hopper, which a program that is compiled for GPUs does not know of itself; see `backends.choose`. On a mesh
+    that is set (`jax.set_mesh`) each device looks at its own words, and statistics are all that they exchange.
     """
+    axes = dividing(head.vocab_size)
+    if not axes or backend == "gpu":
+        return _row_statistics(hidden_NxH, head, query, backend)
+
+    def local(hidden_NxH: jax.Array, weight: jax.Array, query: Query) -> RowStatistics:
+        own = head.replace(weight=weight)
+        own = own.replace(first=jax.lax.axis_index(axes).astype(jnp.int32) * own.vocab_size)
+        return _of_all_words(_row_statistics(hidden_NxH, own, query, backend), axes)
+
+    words = P(None, axes) if head.transposed else P(axes)
+    # What a kernel returns says nothing of the axes over which it is the same everywhere.
+    split = jax.shard_map(local, in_specs=(P(), words, P()), out_specs=P(), check_vma=False)
+    return split(hidden_NxH, head.weight, query)
+
+
+def _of_all_words(stats: RowStatistics, axes: tuple[str, ...]) -> RowStatistics:
+    """The statistics over all devices' words of each device's own. Each has classes of its own."""
+
+    def log_total(log_total_N: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp(jax.lax.all_gather(log_total_N, axes), axis=0)
+
+    def candidates(a_NxC: jax.Array) -> jax.Array:
+        by_class = a_NxC.reshape(len(a_NxC), -1, stats.classes)
+        return jax.lax.all_gather(by_class, axes, axis=2, tiled=True).reshape(len(a_NxC), -1)
+
+    return RowStatistics(
+        log_total_N=log_total(stats.log_total_N),
+        log_total_warped_N=log_total(stats.log_total_warped_N),
+        token_logit_N=jax.lax.pmax(stats.token_logit_N, axes),
+        score_NxC=candidates(stats.score_NxC),
+        logit_NxC=candidates(stats.logit_NxC),
+        id_NxC=candidates(stats.id_NxC),
+        classes=stats.classes * jax.lax.axis_size(axes),
+    )
+
+
+def _row_statistics(hidden_NxH: jax.Array, head: Head, query: Query, backend: str) -> RowStatistics:
     if backend == "auto" and hidden_NxH.dtype.itemsize <= 4:
         return jax.lax.platform_dependent(
             hidden_NxH, head, query, tpu=tpu.row_statistics, default=reference.row_statistics
@@ -279,18 +320,18 @@ def _law_at(drafts: Drafts, draft_R: jax.Array, id_RxC: jax.Array) -> jax.Array:
     """`[R, C]` q of each request's draft `draft_R` at some target ids."""
     request_Rx1, draft_Rx1 = jnp.arange(len(draft_R))[:, None], draft_R[:, None]
     token_Rx1 = drafts.token_RxK[request_Rx1, draft_Rx1]
-    if isinstance(drafts.warped_RxKxVd, tuple):
+    if isinstance(drafts.law, tuple):
         return (id_RxC == token_Rx1).astype(drafts.log_q_RxK.dtype)
     place = _place(drafts, id_RxC)
-    log_q = drafts.warped_RxKxVd[request_Rx1, draft_Rx1, place] - _log_total(drafts, draft_R)
+    log_q = drafts.law.at(draft_R, place) - _log_total(drafts, draft_R)
     return jnp.where(drafts.token_ids_Vd[place] == id_RxC, jnp.exp(log_q), 0)
 
 
 def _law(drafts: Drafts, draft_R: jax.Array, vocab_size: int) -> jax.Array:
     """`[R, V]` q of each request's draft `draft_R`."""
-    if isinstance(drafts.warped_RxKxVd, tuple):
+    if isinstance(drafts.law, tuple):
         return _law_at(drafts, draft_R, jnp.arange(vocab_size)[None])
-    q = jnp.exp(drafts.warped_RxKxVd[jnp.arange(len(draft_R)), draft_R] - _log_total(drafts, draft_R))
+    q = jnp.exp(drafts.law.row(draft_R) - _log_total(drafts, draft_R))
     if q.shape[1] == vocab_size:
         return q
     return jnp.zeros((len(draft_R), vocab_size), q.dtype).at[:, drafts.token_ids_Vd].set(q)
@@ -299,5 +340,5 @@ def _law(drafts: Drafts, draft_R: jax.Array, vocab_size: int) -> jax.Array:
 def _log_total(drafts: Drafts, draft_R: jax.Array) -> jax.Array:
     """`[R, 1]` log of the sum of the exponentials of each request's warped draft logits: the drafted token tells."""
     request = jnp.arange(len(draft_R))
-    place_R = _place(drafts, drafts.token_RxK[request, draft_R])
-    return (drafts.warped_RxKxVd[request, draft_R, place_R] - drafts.log_q_RxK[request, draft_R])[:, None]
+    place_Rx1 = _place(drafts, drafts.token_RxK[request, draft_R][:, None])
+    return drafts.law.at(draft_R, place_Rx1) - drafts.log_q_RxK[request, draft_R][:, None]

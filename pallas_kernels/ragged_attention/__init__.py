@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.mesh import dividing
 from pallas_kernels.ragged_attention import reference, tpu
 from pallas_kernels.ragged_attention.reference import Prefix, Rows, ragged_rows, step_attention
 from pallas_kernels.ragged_attention.tpu import unsupported
@@ -59,13 +60,12 @@ def _by_heads(attend: Any, num_kv: int) -> Any:
     As the pools lie: `model` splits the key-value heads where it divides them. What is left of the mesh splits the
     query heads of each, or repeats the work.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if jax.sharding.get_abstract_mesh().size == 1 or not jax.sharding.get_abstract_mesh().auto_axes:
         return attend
 
     def split(q_NxHxD: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, prefix: Prefix, layer: Any) -> jax.Array:
-        kv_axes = _dividing(mesh, num_kv, ("model",))
-        group_axes = _dividing(mesh, q_NxHxD.shape[1] // num_kv, ("data",) if kv_axes else ("model", "data"))
+        kv_axes = dividing(num_kv, ("model",))
+        group_axes = dividing(q_NxHxD.shape[1] // num_kv, ("data",) if kv_axes else ("model", "data"))
         q_spec, kv_spec, pool = P(None, kv_axes, group_axes), P(None, kv_axes), P(None, None, kv_axes)
 
         def local(q_NxKVxGxD: jax.Array, *arrays: Any) -> jax.Array:
@@ -79,15 +79,6 @@ def _by_heads(attend: Any, num_kv: int) -> Any:
         return sharded(grouped, k, v, rows, prefix, layer).reshape(q_NxHxD.shape)
 
     return split
-
-
-def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that together divide `size`, taken in order."""
-    taken: tuple[str, ...] = ()
-    for axis in axes:
-        if axis in mesh.shape and size % mesh.shape[axis] == 0:
-            taken, size = (*taken, axis), size // mesh.shape[axis]
-    return taken
 
 
 __all__ = ["Prefix", "Rows", "ragged_attention", "ragged_rows", "step_attention", "unsupported"]

@@ -25,6 +25,7 @@ from dspark_jax.interop.target_io import Target, abstract_params, dense_forward
 from dspark_jax.interop.tokenizer import Tokenizer
 from dspark_jax.models.config import Attention, DecoderConfig, DrafterConfig, Eagle3Config, Rope, draft_decoder
 from dspark_jax.models.target import Decoder
+from pallas_kernels.draft_law import Written
 from pallas_kernels.ragged_attention import ragged_rows
 
 TargetMaker = Callable[..., Target]
@@ -139,9 +140,9 @@ def make_eagle(target: Target, drafts: int = 3, seed: int = 4) -> Drafter:
 _PAGE = 16
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _propose_after(
-    target_module, module, sampler, target_params, params, borrowed, tokens, length, sampling
+    target_module, module, sampler, kernels, target_params, params, borrowed, tokens, length, sampling
 ) -> Proposal:
     size, slots, c = len(tokens), len(length), module.config
     taps = dense_forward(target_module, target_params, tokens[None]).taps[0]
@@ -152,7 +153,10 @@ def _propose_after(
     pools = write_pools(empty_pools(c.decoder, size // _PAGE, _PAGE, taps.dtype), kv, table, rows, rows.valid_N)
     prefixes = view_pools(pools, jnp.repeat(table, slots, axis=0), length - 1)
     carry = module.apply({"params": params}, taps[length - 2], method=type(module).carry)
-    return propose(module, params, borrowed, tokens[length - 1], prefixes, carry, sampling, sampler, c.num_drafts)
+    parts = params, borrowed, tokens[length - 1], prefixes, carry, sampling
+    out = propose(module, *parts, sampler, c.num_drafts, kernels=kernels)
+    rows = [out.law.row(jnp.full(slots, k)) for k in range(c.num_drafts)]
+    return out.replace(law=Written(jnp.stack(rows, axis=1)))  # whatever it was
 
 
 def proposals_after(
@@ -162,6 +166,7 @@ def proposals_after(
     lengths: Sequence[int],
     params: SamplingParams,
     sampler: str,
+    kernels: str = "xla",
 ) -> Proposal:
     """`propose` after `tokens[:n]` for every n of `lengths`, its context made by the dense target, not the engine.
 
@@ -173,8 +178,8 @@ def proposals_after(
     one = SlotSampling.of(params, params.seed or 0, (), 1)
     sampling = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], slots, axis=0), one)
     out = _propose_after(
-        target.with_taps(drafter.config.tap_layers).module, drafter.module, sampler, target.params, drafter.params,
-        drafter.borrowed, padded, length, sampling,
+        target.with_taps(drafter.config.tap_layers).module, drafter.module, sampler, kernels, target.params,
+        drafter.params, drafter.borrowed, padded, length, sampling,
     )  # fmt: skip
     return jax.tree.map(lambda a: np.asarray(a)[: len(lengths)], out)
 

@@ -15,6 +15,7 @@ from dspark_jax.decoding.sampling import SamplingParams, SlotSampling
 from dspark_jax.decoding.verify import verify
 from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import load_target
+from pallas_kernels.draft_law import Written
 from pallas_kernels.ragged_attention import ragged_rows
 
 # ------------------------------------------------------------------------------------------------- against a formula
@@ -122,7 +123,7 @@ def test_only_the_first_of_a_run_is_accepted(sampler, params):
         before = jnp.where(jnp.arange(drafts) < rows.offset_N[:, None], token, -1)
         logits = adjusted(logits, adjust, rows.slot_N, before, sampling.stop_RxE)
         no = jnp.zeros(drafted.shape)
-        proposal = Proposal(drafted, no, jnp.zeros((slots, drafts, VOCAB)), no)
+        proposal = Proposal(drafted, no, Written(jnp.zeros((slots, drafts, VOCAB))), no)
         return verify(logits, rows, proposal, jnp.arange(VOCAB), sampling, sampler)
 
     verdict = judge()

@@ -139,7 +139,7 @@ def test_training_blocks_equal_served_blocks(tiny_target, tiny_drafter, drafts_a
     logits, confidence = jax.jit(draft_blocks, static_argnums=0)(
         drafter.module, drafter.params, drafter.borrowed, taps, blocks
     )
-    np.testing.assert_allclose(logits[:, 0], served.warped_RxKxVd, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits[:, 0], served.law.warped_RxKxVd, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(confidence[:, 0], served.confidence_RxK, rtol=1e-4, atol=1e-4)
 
 

@@ -57,14 +57,14 @@ OTHERS = [
 
 def make(target: Target, kind: Kind, taps: tuple[int, ...] = (-1, 1), seed: int = 1) -> Drafter:
     """A drafter with random weights that has the kind's parts."""
-    t, spoken = target.config, VOCAB
+    t, vocab = target.config, target.config.vocab_size
     decoder = draft_decoder(t, len(kind.attention))
     (full,) = decoder.attention
     attention = tuple(dataclasses.replace(full, **changes) for changes in kind.attention)
     decoder = dataclasses.replace(decoder, attention=attention, layer_kinds=tuple(range(len(attention))))
     config = DrafterConfig(
-        decoder=decoder, block_size=BLOCK, mask_token_id=VOCAB - 1, tap_layers=taps,
-        num_target_layers=t.num_layers, draft_vocab_size=spoken, logits_start=kind.start,
+        decoder=decoder, block_size=BLOCK, mask_token_id=vocab - 1, tap_layers=taps,
+        num_target_layers=t.num_layers, draft_vocab_size=vocab, logits_start=kind.start,
         markov_rank=0 if kind.head == "none" else 6, head_type="vanilla" if kind.head == "none" else kind.head,
         gru_width=5, pure_prefix=1, selector_top_k=8, conv_taps=kind.convolutions, conv_group=8,
         confidence=kind.confidence, confidence_with_markov=kind.confidence and kind.head in ("vanilla", "gated", "rnn"),
@@ -90,7 +90,7 @@ class Recorder:
         def recorded(*args, **options) -> Proposal:
             given = signature.bind(*args, **options).arguments
             out, seed, position = propose(*args, **options), given["sampling"].seed[0], given["prefixes"][0].length_R
-            jax.debug.callback(self._keep, seed, position, out.token_RxK, out.warped_RxKxVd, out.confidence_RxK)
+            jax.debug.callback(self._keep, seed, position, out.token_RxK, out.law.warped_RxKxVd, out.confidence_RxK)
             return out
 
         patch.setattr(round_module, "propose", recorded)

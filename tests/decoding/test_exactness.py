@@ -19,6 +19,7 @@ from dspark_jax.evaluation.equality import first_difference
 from dspark_jax.interop.drafter_io import load_drafter
 from dspark_jax.interop.target_io import dense_forward, load_target
 from pallas_kernels import warp as warps
+from pallas_kernels.draft_law import Written
 from pallas_kernels.noise import Role, position_key
 from pallas_kernels.ragged_attention import ragged_rows
 from pallas_kernels.warp import Warp
@@ -234,7 +235,8 @@ def round_program(sampler: str):
             index = draw(warped, warp, draft_key(sampler, seed, position, k), ids)
             previous = ids[index]
             steps.append((previous, log_prob_of(warped, index), warped, jnp.zeros(len(anchor))))
-        proposal = Proposal(*(jnp.stack(parts, axis=1) for parts in zip(*steps, strict=True)))
+        token, log_q, warped, confidence = (jnp.stack(parts, axis=1) for parts in zip(*steps, strict=True))
+        proposal = Proposal(token, log_q, Written(warped), confidence)
         rows = ragged_rows(count, position, len(anchor) * (DRAFTS + 1), DRAFTS + 1)
         block = jnp.concatenate([anchor[:, None], proposal.token_RxK], axis=1)
         verdict = verify(p[block[rows.slot_N, rows.offset_N]], rows, proposal, ids, sampling, sampler)

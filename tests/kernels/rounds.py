@@ -10,6 +10,7 @@ from dspark_jax.decoding.draft import Proposal, draft_key
 from dspark_jax.decoding.sampling import SlotSampling, draw, log_prob_of
 from dspark_jax.decoding.verify import verify
 from pallas_kernels import warp as warps
+from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head
 from pallas_kernels.ragged_attention import Rows, ragged_rows
 from pallas_kernels.warp import Warp
@@ -74,10 +75,10 @@ def propose(hidden, head, rows: Rows, warp: Warp, key, sampler, noise_RxKxV, spo
     warped = warps.apply(logits[:, token_ids], warp.rows(request))
     draft_keys = draft_key(sampler, tuple(word[request] for word in key), start, slot)
     index = draw(warped, warp.rows(request), draft_keys, token_ids)
-    by_request = (
+    token, log_q, warped = (
         a.reshape(requests, drafts, *a.shape[1:]) for a in (token_ids[index], log_prob_of(warped, index), warped)
     )
-    return Drafts(*by_request, token_ids)
+    return Drafts(token, log_q, Written(warped), token_ids)
 
 
 @jax.jit(static_argnames=("sampler",))
@@ -87,7 +88,7 @@ def from_logits(hidden, head: Head, rows: Rows, drafts: Drafts | None, warp: War
     proposal = token_ids = None
     if drafts is not None:
         token_ids = drafts.token_ids_Vd
-        proposal = Proposal(drafts.token_RxK, drafts.log_q_RxK, drafts.warped_RxKxVd, drafts.log_q_RxK)
+        proposal = Proposal(drafts.token_RxK, drafts.log_q_RxK, drafts.law, drafts.log_q_RxK)
     logits = head.logits(hidden)
     verdict = verify(logits, rows, proposal, token_ids, sampling, sampler)
     return verdict.accepted_R, verdict.next_R, jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

@@ -1,6 +1,10 @@
 """Fused verification against the engine's own, which has all logits in memory."""
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import fused_verify, reference, serves
 from pallas_kernels.warp import Warp
 from tests.decoding.laws import FAIL, PASS, chi_square
@@ -110,9 +115,9 @@ def test_certain_drafts_leave_p_without_the_draft():
     sizes = Sizes(requests=64, drafts=1, width=4, vocab=331)
     hidden, head, rows, drafts, warp, key = random_round(sizes, 1, [2] * 64, [1.0] * 64, "rejection")
     log_q = jnp.zeros_like(drafts.log_q_RxK)
-    got = fused(hidden, head, rows, drafts.replace(warped_RxKxVd=(), log_q_RxK=log_q), warp, key, "rejection")
+    got = fused(hidden, head, rows, drafts.replace(law=(), log_q_RxK=log_q), warp, key, "rejection")
     point = jnp.where(jnp.arange(331) == drafts.token_RxK[..., None], 0.0, -jnp.inf)
-    as_law = drafts.replace(warped_RxKxVd=point, log_q_RxK=log_q)
+    as_law = drafts.replace(law=Written(point), log_q_RxK=log_q)
     assert_same(got, from_logits(hidden, head, rows, as_law, warp, key, "rejection"), rows, drafts)
 
 
@@ -134,3 +139,10 @@ def test_a_limit_beyond_the_candidates_is_reported(limit):
         assert fused(*arguments, "rejection").complete == complete
     arguments = random_round(sizes, 0, [0, 2], [1.0, 1.0], "rejection", limits=[limit, off])
     assert fused(*arguments, "rejection").complete  # nobody reads the request without rows
+
+
+def test_on_a_mesh():
+    """And the in-block loop."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-m", "tests.kernels.sharded_rounds"], cwd=root, env=environment, check=True)

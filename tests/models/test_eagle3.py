@@ -88,7 +88,7 @@ def both_sides(config: Eagle3Config, size: int, lengths: list[int]) -> tuple[np.
     for row, n, drafts in zip(token, lengths, np.asarray(served.token_RxK), strict=True):
         row[n : n + config.num_drafts] = drafts
     trained = train(module, params, borrowed, taps, token, length + config.num_drafts)
-    return np.asarray(served.warped_RxKxVd), np.stack([trained[:, r, n - 2] for r, n in enumerate(lengths)])
+    return np.asarray(served.law.warped_RxKxVd), np.stack([trained[:, r, n - 2] for r, n in enumerate(lengths)])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

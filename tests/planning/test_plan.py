@@ -142,6 +142,16 @@ def test_the_real_round_is_compiled_for_a_tpu(config):
 
 
 @needs_libtpu
+def test_a_mesh_of_tpus_takes_the_kernels(config, chat_model, tmp_path):
+    """In its round and its training step, where heads are as wide as a TPU's lanes."""
+    sizes = json.loads((chat_model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"head_dim": 128}))
+    config.target.path, config.target.dtype, machine = str(tmp_path), "bfloat16", parse_machine("v5e:2x4")
+    assert plan_serving(config, machine, 64, 2, "tpu").kernels == ("fused_verify", "markov_sampler", "ragged_attention")
+    assert plan_training(config, machine, "tpu").kernels == ("anchor_attention", "distribution_loss")
+
+
+@needs_libtpu
 @pytest.mark.slow
 def test_the_real_programs_are_compiled_for_a_tpu(config_file, tmp_path, capsys):
     out = tmp_path / "plan.json"
