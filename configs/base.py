@@ -100,7 +100,7 @@ def get_base() -> ConfigDict:
 
     c.serve = ConfigDict()
     c.serve.drafter = ""  # directory or hub id; "lookup": no weights; "auto": a known target's; "": plain decoding
-    c.serve.strategy = "auto"  # "off", "fixed:k", "threshold:c", "dcut", "load_aware", "load_aware_async"
+    c.serve.strategy = "auto"  # "off", "fixed:k", "threshold:c", "dcut", "load_aware[_async]", "load_aware:k"
     c.serve.cost_table = ""  # what rounds cost here, as `profile` measured it; "": costs.json in the workdir
     c.serve.sampler = "rejection"
     c.serve.max_slots = 16

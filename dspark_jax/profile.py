@@ -21,7 +21,9 @@ def main(argv: list[str]) -> None:
         raise UserError("a cost table is measured with a drafter: set serve.drafter")
     path = cost_table_path(config)
     path.parent.mkdir(parents=True, exist_ok=True)
-    engine = make_engine(config, target, drafter, strategy="load_aware", cost_table=None)
+    strategy = config.serve.strategy
+    strategy = strategy if strategy.startswith("load_aware") else "load_aware"  # with blocks of the length served
+    engine = make_engine(config, target, drafter, strategy=strategy, cost_table=None)
     save_table(path, engine.load.table)
     print_table(engine.load.table)
     print(f"written to {path}")

@@ -30,6 +30,7 @@ from dspark_jax.models.few_rows import for_few_rows
 from dspark_jax.parallel import everywhere, on
 from dspark_jax.scheduling.calibration import Temperatures
 from dspark_jax.scheduling.cost_model import CostTable
+from dspark_jax.scheduling.scheduler import drafts_of
 from pallas_kernels.backends import KERNELS, choose
 
 PREFILL_CHUNK = 128  # prompt tokens per slot and prefill program; chunks start at its multiples
@@ -98,7 +99,7 @@ class Engine:
         self.policy = policy_of(sampler, strategy, drafter, cost_table, chosen)
         kind = self.policy.strategy
         drafter = None if kind.name == "off" else drafter
-        self.drafts = 0 if drafter is None else int(kind.value) if kind.name == "fixed" else drafter.config.num_drafts
+        self.drafts = drafts_of(kind, drafter.config.num_drafts) if drafter else 0
         self.temperatures = temperatures
         draft_taps, sink_layers = drafter.config.tap_layers if drafter else (), sink.tap_layers if sink else ()
         # The drafter's taps come first, in its own order.
@@ -126,7 +127,8 @@ class Engine:
         self._busy, self._start = False, 0.0
         self.load = None
         if self.policy.needs_cost:
-            self.load = Load(cost_table or measure_costs(self, drafter), parks=kind.name.startswith("load_aware"))
+            table = cost_table or measure_costs(self, drafter)
+            self.load = Load(table, self.drafts, parks=kind.name.startswith("load_aware"))
             self._drafter = drafter
 
     @property
@@ -182,7 +184,7 @@ class Engine:
                 "this engine is already generating: finish or close that stream first, or make a second engine"
             )
         if self.load and self.load.stale:
-            self.load = Load(measure_costs(self, self._drafter), self.load.parks)
+            self.load = Load(measure_costs(self, self._drafter), self.drafts, self.load.parks)
         self._busy = True
         self._empty_slots_for(requests)  # an abandoned stream may have left slots running
         self._start, self._collected, self._launched = time.monotonic(), 0.0, None

@@ -17,13 +17,14 @@ class Load:
     """A cost table in use. Parking and drift follow finished dispatches only, never a token still to be decided."""
 
     table: CostTable
+    block: int  # drafts of a whole block
     parks: bool  # whether drafting may pause where it does not pay
     drift: Drift = Drift()
     _parking: dict[Size, Parking] = dataclasses.field(default_factory=dict)
 
     def cost(self, size: Size) -> RoundCost:
         """Seconds of a round by rows; UserError when the table ends before this size."""
-        return self.table.curve(*size)
+        return self.table.curve(*size, self.block)
 
     def drafts(self, size: Size) -> bool:
         """Whether the next dispatch drafts."""

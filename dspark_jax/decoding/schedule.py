@@ -12,6 +12,7 @@ from dspark_jax.models.lookup import Lookup
 from dspark_jax.scheduling.cost_model import CostTable
 from dspark_jax.scheduling.scheduler import (
     BY_CONFIDENCE,
+    BY_COST,
     RoundCost,
     Strategy,
     admit,
@@ -49,7 +50,7 @@ class Policy:
 
     @property
     def needs_cost(self) -> bool:
-        return self.strategy.name in ("load_aware", "load_aware_async", "dcut")
+        return self.strategy.name in BY_COST
 
     @property
     def shares_budgets(self) -> bool:

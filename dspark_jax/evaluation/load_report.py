@@ -10,7 +10,6 @@ import rich.table
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # concurrent requests
 NEAR = 0.97  # of the best constant length is near enough
-_AWARE = ("load_aware", "load_aware_async")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ def verdicts(points: Sequence[Point]) -> list[str]:
     at = {(p.strategy, p.load): p for p in points}
     loads = sorted({p.load for p in points})
     constant = [s for s in dict.fromkeys(p.strategy for p in points) if s == "off" or s.startswith("fixed:")]
-    aware = [s for s in _AWARE if (s, loads[0]) in at] if constant else []
+    aware = [s for s in dict.fromkeys(p.strategy for p in points) if s.startswith("load_aware")] if constant else []
     return [line for s in aware for line in (*_load_by_load(at, s, constant, loads), _in_sum(at, s, constant, loads))]
 
 

@@ -27,12 +27,11 @@ from dspark_jax.interop.target_io import Target
 from dspark_jax.progress import Progress
 from dspark_jax.scheduling.cost_model import CostTable, Drift, load_table, save_table
 from dspark_jax.scheduling.json_files import read_json, write_json
-from dspark_jax.scheduling.scheduler import parse_strategy
+from dspark_jax.scheduling.scheduler import BY_COST, drafts_of, parse_strategy
 from dspark_jax.serving import load_models, make_engine
 
 LEAST_REQUESTS = 4  # of a turn: at a load below, groups of requests follow each other
 TRIES = 3  # a turn in which something had to be compiled is run again
-_COSTLY = ("load_aware", "load_aware_async", "dcut")
 
 
 class Plan(NamedTuple):
@@ -140,13 +139,18 @@ class Contest:
 
     def _table(self, path: Path) -> CostTable | None:
         """The costs of rounds on this machine at these loads, as far as any strategy asks for them."""
-        costly = next((s for s in self.plan.strategies if s in _COSTLY), None)
-        if costly is None:
+        block = self._models[2].config.num_drafts
+        parsed = {s: parse_strategy(s, block) for s in self.plan.strategies}
+        drafts = {s: drafts_of(strategy, block) for s, strategy in parsed.items() if strategy.name in BY_COST}
+        if not drafts:
             return None
+        costly = max(drafts, key=drafts.__getitem__)
         if path.exists():
             known = load_table(path, stamp_of(*self._models[1:]))
             slots, contexts = zip(*known.draft, strict=True)
-            if max(slots) >= self._options["max_slots"] and max(contexts) >= self._options["max_length"]:
+            rows = max(slots) * (drafts[costly] + 1)
+            enough = max(slots) >= self._options["max_slots"] and max(contexts) >= self._options["max_length"]
+            if enough and max(size[0] for size in known.target) >= rows:
                 return known
         table = self._engine(costly, None).load.table
         save_table(path, table)

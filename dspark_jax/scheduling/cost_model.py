@@ -3,6 +3,7 @@
 Times are in seconds. Buckets are the sizes that programs are compiled for: verified rows, slots, tokens of context.
 """
 
+import bisect
 import dataclasses
 import math
 import statistics
@@ -53,16 +54,20 @@ class CostTable:
     target: Mapping[tuple[int, int, int], Time]  # by rows, slots, context
     draft: Mapping[tuple[int, int], Time]  # by slots, context
 
-    def curve(self, slots: int, context: int) -> RoundCost:
+    def curve(self, slots: int, context: int, block: int = 0) -> RoundCost:
         """Costs of a round of the smallest measured buckets that hold `slots` and `context` tokens per slot.
 
-        More rows never cost less: each time is the greatest up to it, and is otherwise as measured. UserError if the
-        table ends before these sizes.
+        More rows never cost less: each time is the greatest up to it, and is otherwise as measured. `block`: drafts of
+        a slot at most; 0: as many as were measured. UserError if the table ends before these sizes.
         """
         slots = _bucket("slots", slots, {s for s, _ in self.draft})
         context = _bucket("context", context, {c for _, c in self.draft})
         times = sorted((r, time.seconds) for (r, s, c), time in self.target.items() if (s, c) == (slots, context))
         rows_J, seconds_J = (np.array(column) for column in zip(*times, strict=True))
+        if block:
+            most = slots * (block + 1)
+            buckets = bisect.bisect_left(rows_J, _bucket("rows of a round", most, rows_J)) + 1
+            rows_J, seconds_J = np.minimum(rows_J[:buckets], most), seconds_J[:buckets]
         overhead = np.float32(self.draft[slots, context].seconds)
         return RoundCost(rows_J.astype(np.int32), np.maximum.accumulate(seconds_J).astype(np.float32), overhead)
 

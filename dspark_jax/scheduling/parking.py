@@ -6,8 +6,8 @@ a token that it decides about.
 
 import dataclasses
 
-DECAY = 0.95  # of the exponential means: they look back over about 20 drafted rounds
-PROBE_EVERY = 64  # parked time per time of a probe, a drafted round that sees whether it pays again
+MEMORY = 50  # drafted rounds that the means look back over
+PROBE_EVERY = 100  # parked time per time that a probe, a drafted round that sees whether it pays, is thought to lose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,27 +16,29 @@ class Parking:
 
     tokens: float = 1.1  # emitted per slot and drafted round; a new state is worth a try
     cost: float = 1.0  # seconds of a drafted round / seconds of a plain one
-    last_cost: float = 1.0  # of the last drafted round
-    parked: int = 0  # plain rounds since then
+    seen: int = 3  # rounds that these are the means of
+    parked: int = 0  # plain rounds since the last drafted one
 
     @property
-    def gain(self) -> float:
-        """Tokens per second drafted / tokens per second plain."""
-        return self.tokens / self.cost
+    def loss(self) -> float:
+        """Plain rounds by which a drafted one falls behind; negative where it gets ahead."""
+        return self.cost - self.tokens
 
 
 def should_draft(state: Parking) -> bool:
     """Whether the next round drafts: it pays, or it is time to see whether it does.
 
-    Probes emit a token per slot at the least, so they never cost more than 1/PROBE_EVERY of the time.
+    Probes lose 1/PROBE_EVERY of the time. So where drafting nearly pays they are frequent, and a load that bad luck has
+    parked finds out soon; where it is hopeless they are rare.
     """
-    return state.gain > 1 or state.parked >= PROBE_EVERY * state.last_cost
+    return state.parked >= PROBE_EVERY * state.loss
 
 
 def after_drafted(state: Parking, tokens: float, cost: float) -> Parking:
     """The state after a drafted round that emitted `tokens` per slot and took `cost` times as long as a plain one."""
-    mean = lambda old, new: DECAY * old + (1 - DECAY) * new  # noqa: E731
-    return Parking(mean(state.tokens, tokens), mean(state.cost, cost), cost)
+    seen = min(state.seen + 1, MEMORY)
+    mean = lambda old, new: old + (new - old) / seen  # noqa: E731
+    return Parking(mean(state.tokens, tokens), mean(state.cost, cost), seen)
 
 
 def after_plain(state: Parking) -> Parking:

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 
 from dspark_jax.errors import UserError
 
-STRATEGIES = ("auto", "off", "fixed:k", "threshold:θ", "dcut", "load_aware", "load_aware_async")
+STRATEGIES = ("auto", "off", "fixed:k", "threshold:θ", "dcut[:k]", "load_aware[:k]", "load_aware_async[:k]")
 BY_CONFIDENCE = ("threshold", "load_aware", "load_aware_async")
+BY_COST = ("load_aware", "load_aware_async", "dcut")
 
 # ---------------------------------------------------------------------------------------------------- names
 
 
 class Strategy(NamedTuple):
-    """A strategy's name and its number: drafts of "fixed", the least confidence of "threshold", else 0."""
+    """A strategy's name and its number: the least confidence of "threshold"; else the drafts of a block, 0: all."""
 
     name: str
     value: float = 0.0
@@ -35,29 +36,37 @@ def parse_strategy(strategy: str, block: int, has_probabilities: bool = True) ->
     probabilities.
     """
     name, colon, number = strategy.partition(":")
-    if name not in (known.partition(":")[0] for known in STRATEGIES) or bool(colon) != (name in _NUMBERED):
+    known = bool(colon) == (name in _NUMBERED) or name in BY_COST
+    if not known or name not in (form.partition("[")[0].partition(":")[0] for form in STRATEGIES):
         raise UserError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
     if name in ("off", "auto"):
         return Strategy(name)
     if name == "fixed":
-        return Strategy(name, _fixed_drafts(strategy, number, block))
+        return Strategy(name, _drafts(strategy, number, block))
     _need_drafter(strategy, block)
     if name == "dcut" and not has_probabilities:
-        others = ", ".join(s for s in STRATEGIES if s not in ("dcut", "auto"))
+        others = ", ".join(s for s in STRATEGIES if s not in ("dcut[:k]", "auto"))
         raise UserError(f"strategy {strategy!r} reads draft probabilities, and a lookup has none: use {others}")
-    return Strategy(name, _least_confidence(strategy, number)) if name == "threshold" else Strategy(name)
+    if name == "threshold":
+        return Strategy(name, _least_confidence(strategy, number))
+    return Strategy(name, _drafts(strategy, number, block) if colon else 0)
 
 
 _NUMBERED = ("fixed", "threshold")
 
 
-def _fixed_drafts(strategy: str, count: str, block: int) -> int:
+def _drafts(strategy: str, count: str, block: int) -> int:
     if not count.isdecimal() or int(count) < 1:
-        raise UserError(f"strategy {strategy!r}: after 'fixed:' stands the number of drafts, at least 1")
+        raise UserError(f"strategy {strategy!r}: behind the colon stands the number of drafts, at least 1")
     _need_drafter(strategy, block)
     if int(count) > block:
         raise UserError(f"strategy {strategy!r} asks for more tokens than the drafter's block predicts ({block})")
     return int(count)
+
+
+def drafts_of(strategy: Strategy, block: int) -> int:
+    """Drafts of a round at most, of a drafter of `block` tokens."""
+    return int(strategy.value) if strategy.value and strategy.name in ("fixed", *BY_COST) else block
 
 
 def _least_confidence(strategy: str, number: str) -> float:

@@ -19,9 +19,12 @@ from dspark_jax.scheduling.cost_model import CostTable
 from dspark_jax.scheduling.json_files import read_json, write_json
 from dspark_jax.scheduling.parking import Parking, after_drafted, after_plain, should_draft
 from dspark_jax.scheduling.scheduler import (
+    BY_COST,
     RoundCost,
+    Strategy,
     admit,
     bucket_of,
+    drafts_of,
     global_budget,
     parse_strategy,
     plain_seconds,
@@ -138,10 +141,11 @@ def simulate(
     name, value = parse_strategy(strategy, trace.confidence_NxK.shape[1])
     if name in ("auto", "dcut"):
         raise UserError(f"strategy {strategy!r} cannot be simulated: choose off, fixed:k, threshold:θ or load_aware")
-    cost = table.curve(load, context)
+    block = drafts_of(Strategy(name, value), trace.confidence_NxK.shape[1])
+    cost = table.curve(load, context, block if name in BY_COST else 0)
     start_R = np.random.default_rng(seed).integers(len(trace.accepted_N), size=load)
     block_NxR = (start_R + np.arange(rounds)[:, None]) % len(trace.accepted_N)
-    length_NxR, bucket_N = _verified(name, value, sampler, trace.confidence_NxK[block_NxR], cost)
+    length_NxR, bucket_N = _verified(name, value, sampler, trace.confidence_NxK[block_NxR][..., :block], cost)
     token_N = (np.minimum(trace.accepted_N[block_NxR], length_NxR) + 1).sum(axis=1)
     second_N = cost.seconds_J[np.asarray(bucket_N)] + cost.overhead
     plain = float(plain_seconds(load, cost))

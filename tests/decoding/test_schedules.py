@@ -77,6 +77,13 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(models, plain, strategy
     assert [c.token_ids for c in outs] == plain
 
 
+@pytest.mark.parametrize(("strategy", "drafts"), [("load_aware:2", 2), ("load_aware_async:1", 1)])
+def test_blocks_can_be_shorter_than_the_drafters(models, plain, strategy, drafts):
+    outs = run(models, strategy, table="rows are free")
+    assert [c.token_ids for c in outs] == plain
+    assert max(d for c in outs for d in c.drafted) == max(v for c in outs for v in c.verified) == drafts
+
+
 @pytest.mark.parametrize("strategy", COSTLY)
 def test_greedy_requests_of_the_rejection_sampler(models, plain, strategy):
     outs = run(models, strategy, "rejection")

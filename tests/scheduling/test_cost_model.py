@@ -20,6 +20,7 @@ from dspark_jax.scheduling.cost_model import (
     profile,
     save_table,
 )
+from dspark_jax.scheduling.scheduler import row_buckets
 
 STAMP = Stamp("TPU v5e", 8, "data=1,model=8", "Qwen3-8B", "abc", "d1", "bfloat16", "0.10.2")
 SECONDS = {4: 0.010, 8: 0.009, 16: 0.020, 20: 0.019}  # of rows; noise makes some buckets seem cheaper
@@ -81,6 +82,16 @@ def test_a_curve_is_monotone_and_otherwise_as_measured(table: CostTable) -> None
     assert cost.rows_J.tolist() == [4, 6, 8, 12, 16, 20]
     assert cost.seconds_J == pytest.approx(np.array([0.010, 0.010, 0.010, 0.012, 0.020, 0.020]) + 512e-6)
     assert cost.overhead == pytest.approx(0.008)
+
+
+def test_shorter_blocks_have_the_beginning_of_a_curve(table: CostTable) -> None:
+    whole = table.curve(4, 512)
+    for block, rows in {1: [4, 6, 8], 2: [4, 6, 8, 12], 3: [4, 6, 8, 12, 16], 4: [4, 6, 8, 12, 16, 20]}.items():
+        part = table.curve(4, 512, block)
+        assert part.rows_J.tolist() == rows == list(row_buckets(4, block))
+        assert part.seconds_J.tolist() == whole.seconds_J[: len(rows)].tolist() and part.overhead == whole.overhead
+    with pytest.raises(UserError, match="ends at 20 rows of a round, 24 are needed"):
+        table.curve(4, 512, 5)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from dspark_jax.scheduling.scheduler import (
     admit,
     bucket_of,
     confidences,
+    drafts_of,
     global_budget,
     lower_envelope,
     parse_strategy,
@@ -338,7 +339,9 @@ def test_appendix_a_a_budget_from_older_confidences_keeps_the_law(older):
 
 def test_strategies_by_name():
     assert parse_strategy("threshold:0.5", 7) == ("threshold", 0.5) and parse_strategy("fixed:3", 7) == ("fixed", 3)
-    assert parse_strategy("load_aware_async", 7).name == "load_aware_async"
+    assert parse_strategy("load_aware_async", 7) == ("load_aware_async", 0)
+    for strategy, drafts in {"load_aware:3": 3, "load_aware": 7, "fixed:2": 2, "threshold:0.5": 7}.items():
+        assert drafts_of(parse_strategy(strategy, 7), 7) == drafts
     assert parse_strategy("off", 0).name == "off" and parse_strategy("dcut", 7).name == "dcut"
 
 
@@ -346,7 +349,9 @@ def test_strategies_by_name():
     ("strategy", "block", "probabilities", "words"),
     [
         ("fast", 7, True, "unknown strategy 'fast': known are auto, off, fixed:k, threshold:θ"),
-        ("load_aware:3", 7, True, "unknown strategy 'load_aware:3'"),
+        ("off:3", 7, True, "unknown strategy 'off:3'"),
+        ("load_aware:8", 7, True, "more tokens than the drafter's block predicts (7)"),
+        ("load_aware:", 7, True, "behind the colon stands the number of drafts, at least 1"),
         ("fixed", 7, True, "unknown strategy 'fixed'"),
         ("fixed:0", 7, True, "at least 1"),
         ("fixed:8", 7, True, "more tokens than the drafter's block predicts (7)"),
@@ -354,7 +359,7 @@ def test_strategies_by_name():
         ("threshold:nan", 7, True, "a number up to 1"),
         ("threshold:1.5", 7, True, "a number up to 1"),
         ("load_aware", 0, True, "needs a drafter: give one"),
-        ("dcut", 7, False, "a lookup has none: use off, fixed:k, threshold:θ, load_aware, load_aware_async"),
+        ("dcut", 7, False, "a lookup has none: use off, fixed:k, threshold:θ, load_aware[:k], load_aware_async[:k]"),
     ],
 )
 def test_bad_strategies_are_refused(strategy, block, probabilities, words):
