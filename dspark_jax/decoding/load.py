@@ -22,6 +22,9 @@ class Load:
     drift: Drift = Drift()
     _parking: dict[Size, Parking] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.cost((1, 1))  # a table of shorter blocks is refused before anything runs
+
     def cost(self, size: Size) -> RoundCost:
         """Seconds of a round by rows; UserError when the table ends before this size."""
         return self.table.curve(*size, self.block)

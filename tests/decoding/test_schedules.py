@@ -1,11 +1,14 @@
 """Rounds whose number of verified drafts is decided round by round: exact, and cheaper where verifying is dear."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.errors import UserError
 from dspark_jax.scheduling.cost_model import CostTable, Stamp, Time
 from dspark_jax.scheduling.scheduler import row_buckets
 
@@ -118,6 +121,13 @@ def test_auto_is_load_aware_with_a_table_and_whole_blocks_without(models):
     with_table = Engine(*models, cost_table=TABLES["between"])
     assert with_table.policy.strategy.name == "load_aware"
     assert Engine(*models).policy.strategy == ("fixed", BLOCK)
+
+
+def test_a_table_of_shorter_blocks_is_refused_at_once(models):
+    table = TABLES["between"]
+    short = {size: time for size, time in table.target.items() if size[0] <= size[1] * BLOCK}
+    with pytest.raises(UserError, match=f"ends at .* rows of a round, {BLOCK + 1} are needed: measure anew"):
+        Engine(*models, cost_table=dataclasses.replace(table, target=short))
 
 
 def test_an_engine_without_a_table_measures_one_at_start(models, plain):
