@@ -7,7 +7,7 @@ a token that it decides about.
 import dataclasses
 
 MEMORY = 50  # drafted rounds that the means look back over
-PROBE_EVERY = 100  # parked time per time that a probe, a drafted round that sees whether it pays, is thought to lose
+PROBE_EVERY = 100  # parked time per time that probes, drafted rounds that see whether it pays, are thought to lose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Parking:
     tokens: float = 1.1  # emitted per slot and drafted round; a new state is worth a try
     cost: float = 1.0  # seconds of a drafted round / seconds of a plain one
     seen: int = 3  # rounds that these are the means of
-    parked: int = 0  # plain rounds since the last drafted one
+    debt: float = 0.0  # plain rounds that have yet to run before the next probe
 
     @property
     def loss(self) -> float:
@@ -28,19 +28,20 @@ class Parking:
 def should_draft(state: Parking) -> bool:
     """Whether the next round drafts: it pays, or it is time to see whether it does.
 
-    Probes lose 1/PROBE_EVERY of the time. So where drafting nearly pays they are frequent, and a load that bad luck has
-    parked finds out soon; where it is hopeless they are rare.
+    Probes lose 1/PROBE_EVERY of the time, however many rounds a dispatch of them has. So where drafting nearly pays
+    they are frequent, and a load that bad luck has parked finds out soon; where it is hopeless they are rare.
     """
-    return state.parked >= PROBE_EVERY * state.loss
+    return state.loss < 0 or state.debt <= 0
 
 
 def after_drafted(state: Parking, tokens: float, cost: float) -> Parking:
     """The state after a drafted round that emitted `tokens` per slot and took `cost` times as long as a plain one."""
     seen = min(state.seen + 1, MEMORY)
     mean = lambda old, new: old + (new - old) / seen  # noqa: E731
-    return Parking(mean(state.tokens, tokens), mean(state.cost, cost), seen)
+    new = Parking(mean(state.tokens, tokens), mean(state.cost, cost), seen)
+    return dataclasses.replace(new, debt=max(state.debt, 0.0) + PROBE_EVERY * max(new.loss, 0.0))
 
 
 def after_plain(state: Parking) -> Parking:
     """The state after a round without drafting."""
-    return dataclasses.replace(state, parked=state.parked + 1)
+    return dataclasses.replace(state, debt=state.debt - 1)

@@ -207,6 +207,17 @@ def test_a_load_that_does_not_pay_is_parked_and_probed_now_and_then() -> None:
     assert probes in (9, 10, 11)
 
 
+def test_a_dispatch_of_probes_is_paid_for_round_by_round() -> None:
+    """The host decides for several rounds at once."""
+    state, drafted, rounds = run(Parking(), 20 * PROBE_EVERY, tokens=1.25, cost=2.0)[0], 0, 0
+    while rounds < 40 * PROBE_EVERY:
+        probing = should_draft(state)
+        for _ in range(8):
+            state = after_drafted(state, 1.25, 2.0) if probing else after_plain(state)
+        rounds, drafted = rounds + 8, drafted + 8 * probing
+    assert 0.5 / PROBE_EVERY < 0.75 * drafted / rounds < 1.5 / PROBE_EVERY
+
+
 def test_a_load_that_nearly_pays_is_probed_so_often_that_luck_cannot_park_it() -> None:
     """Drafted rounds bring one token or two, 1.5 in the mean, and cost 1.4."""
     rng, state, drafted = np.random.default_rng(0), Parking(), 0
