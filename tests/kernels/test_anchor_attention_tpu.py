@@ -101,7 +101,7 @@ def test_the_kernels_compile_at_full_size(model, chip):
     assert has_kernel(compiled)
     q, context = shapes[0], shapes[1]
     scores = q.size // q.shape[-1] * context.shape[1] * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 3
 
 
 @needs_libtpu
