@@ -22,7 +22,7 @@ LANES = 128
 QUERIES = 512  # of a tile, about: slots of its blocks times heads of a group
 CONTEXT = 512  # rows of a context tile at most
 VMEM = 96 << 20
-RESIDENT = 40 << 20  # bytes that the gradient of one pack's context may take, of which there are two copies
+RESIDENT = 24 << 20  # bytes that the gradient of one pack's context may take; two copies fit a v5p's 64 MB
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: the difference of two is no NaN
 
 

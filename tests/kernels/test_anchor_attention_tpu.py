@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.anchor_attention import anchor_attention, tiled, tpu
-from pallas_kernels.anchor_attention.report import anchor_attention_lines, arguments, gradients
+from pallas_kernels.anchor_attention.report import KINDS, anchor_attention_lines, arguments, gradients
 from tests.kernels.targets import compile_tpu, every_tpu, has_kernel, needs_libtpu, tpu_interpreter
 from tests.kernels.test_anchor_attention_tiled import (
     BLOCKS,
@@ -102,6 +102,14 @@ def test_the_kernels_compile_at_full_size(model, chip):
     q, context = shapes[0], shapes[1]
     scores = q.size // q.shape[-1] * context.shape[1] * 4
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 3
+
+
+@needs_libtpu
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Gemma4-12B"])
+def test_the_longest_context_that_is_taken_fits_the_smallest_vector_memory(model):
+    shapes, options = arguments(model, packs=1, blocks=64, length=tpu.RESIDENT // (8 * KINDS[model][-1]))
+    assert tpu.unsupported(shapes[0], shapes[1]) is None
+    assert has_kernel(compile_tpu("v5p", gradients, *shapes, **options, backend="tpu"))
 
 
 @needs_libtpu
