@@ -108,9 +108,7 @@ def _from_factors(drafting: Drafting, predicting_RxKxH: jax.Array, state: Any) -
     temperature_R = jnp.where(noisy_R, temperature_R, 1)
 
     def draw_one(k: jax.Array, state: Any, previous: jax.Array, _: jax.Array, key: Key):
-        factor, confidence, state = drafting.call(
-            DSpark.factor, k, predicting_RxKxH[:, k], state, previous, borrowed
-        )  # fmt: skip
+        factor, confidence, state = drafting.call(DSpark.factor, k, predicting_RxKxH[:, k], state, previous, borrowed)
         return draw_draft(speech, k, factor, temperature_R, noisy_R, key), factor, confidence, state
 
     return Steps(state, draw_one, lambda factor_RxKxr: Factored(speech, factor_RxKxr, temperature_R))

@@ -89,9 +89,7 @@ def _kernel(
         index_ref[...] = jnp.zeros(index_ref.shape, jnp.int32)
 
     over_ranks = (((1,), (1,)), ((), ()))
-    bias = jax.lax.dot_general(
-        factor_ref[...], correction_ref[...], over_ranks, preferred_element_type=jnp.float32
-    )  # fmt: skip
+    bias = jax.lax.dot_general(factor_ref[...], correction_ref[...], over_ranks, preferred_element_type=jnp.float32)
     # Rounded where XLA's operations round: the same ties, and the same tokens, on either path.
     dtype = base_ref.dtype
     logit = (base_ref[...].astype(jnp.float32) + bias.astype(dtype).astype(jnp.float32)).astype(dtype)

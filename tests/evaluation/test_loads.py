@@ -164,7 +164,7 @@ def test_a_drafter_that_does_not_pay_is_parked(tmp_path: Path) -> None:
     flags = ("--loads=256", "--acceptance=0.05", "--strategies=off,load_aware")
     bench.main(["bench", f"--simulate={TABLES[0]}", f"--json={out}", *flags])
     off, aware = (Point(**row) for row in json.loads(out.read_text())["points"])
-    assert aware.parked > 0.85 and aware.tokens_per_second > 0.97 * off.tokens_per_second
+    assert aware.parked > 0.85 and aware.tokens_per_second > 0.98 * off.tokens_per_second
 
 
 def test_bad_inputs_of_a_simulation_are_refused(tmp_path: Path) -> None:
