@@ -223,15 +223,16 @@ def test_collectives_are_counted_by_what_a_ring_sends() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu compiles for absent TPUs")
 def test_a_table_is_computed_for_chips_that_are_not_here() -> None:
-    """More rows and more slots never cost less, and eight chips are faster than one."""
+    """More rows and more slots never cost less."""
     tables = pytest.importorskip("docs.experiments.computed_tables")
     sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_heads": 16, "layer_kinds": (0, 0)}
     attention = (Attention(num_kv_heads=8, head_dim=32, rope=Rope(1e6)),)
     target = dataclasses.replace(tables.qwen3_8b().target, **sizes, attention=attention)
     drafter = DrafterConfig(draft_decoder(target, 1), 3, 0, (0, 1), 2, target.vocab_size, markov_rank=8)
     models = tables.Models("tiny", target, drafter)
-    one, eight = (tables.computed_table(models, tables.MACHINES[name], (1, 4), (128,)) for name in ("h100", "v5e-8"))
+    one, eight = (tables.computed_table(models, tables.MACHINES[name], (2, 8), (128,)) for name in ("h100", "v5e-8"))
     for table in (one, eight):
         assert table.stamp.source == "computed"
-        assert table.target[1, 1, 128].seconds < table.target[4, 4, 128].seconds < table.target[16, 4, 128].seconds
-        assert table.draft[1, 128].seconds < table.draft[4, 128].seconds
+        # Not of one slot: of a model so small a program for one row copies the weights first, which is counted.
+        assert table.target[2, 2, 128].seconds < table.target[8, 8, 128].seconds < table.target[32, 8, 128].seconds
+        assert table.draft[2, 128].seconds < table.draft[8, 128].seconds
