@@ -1,0 +1,234 @@
+"""The chunks on a Hopper GPU: one read of the head makes a chunk's draft logits, target law and log-sum-exps.
+
+Every block of threads goes over tiles of 128 rows and 128 tokens. One warpgroup copies; two multiply, each 64 rows of the
+drafter's and the same rows of the target's, which share the head's tile, and finish both in registers: soft cap,
+in-block correction, exponential, statistics. XLA reduces logits and law to the losses, makes the slopes of them, and
+multiplies these: products that its own kernels do as well.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.nn import logsumexp
+
+from pallas_kernels.distribution_loss.chunks import Given, OfRows, Trained, nothing, over_rows
+from pallas_kernels.distribution_loss.reference import RowLosses, Rows, RowWeights, Targets, Vocabulary
+from pallas_kernels.distribution_loss.tiled import gradients
+
+ROWS = 64  # of a warpgroup's matrix instruction
+MULTIPLIERS = 2  # warpgroups that multiply
+TOKENS = 128  # of a tile
+WIDTH = 64  # of the hidden states that one step multiplies: 128 bytes, the widest swizzle
+STEPS = 4  # tiles of hidden states and head on their way
+BLOCKS = 132  # an H100's processors: one block fills the shared memory of each
+COPY, FIRST = range(2)  # warpgroups
+
+
+def unsupported(trained: Trained, vocabulary: Vocabulary) -> str | None:
+    """Why this kernel cannot take these hidden states and tables; None when it can."""
+    (vocab, width), factor = vocabulary.head_VdxH.shape, trained.factor_Mxr
+    arrays = (trained.hidden_MxH, vocabulary.head_VdxH, factor, vocabulary.correction_Vdxr)
+    if any(a.dtype != jnp.bfloat16 for a in arrays if a is not None):
+        return "hidden states and tables must be bfloat16"
+    if vocab % TOKENS:
+        return f"a vocabulary of {vocab} is no multiple of {TOKENS}"
+    if width % WIDTH or (factor is not None and factor.shape[1] % WIDTH):
+        return f"a width of {width} or the in-block head's rank is no multiple of {WIDTH}"
+    return None
+
+
+def over_chunks(chunk: int, trained: Trained, given: Given, differentiate: bool) -> tuple[OfRows, jax.Array | None]:
+    """As `tiled.over_chunks`, for what `unsupported` lets through. The law of a source is computed for every row."""
+    vocabulary = given[2]
+    one = functools.partial(_chunk, vocabulary=vocabulary, differentiate=differentiate)
+    whole = -(-chunk // (MULTIPLIERS * ROWS)) * MULTIPLIERS * ROWS
+    return over_rows(whole, given, nothing(given, trained, differentiate), one)
+
+
+def _chunk(
+    rows: Rows, targets: Targets, weights: RowWeights, of_correction: jax.Array | None, vocabulary: Vocabulary,
+    differentiate: bool,
+) -> tuple[OfRows, jax.Array | None]:  # fmt: skip
+    """A chunk's losses and gradients; the correction's are added to `of_correction`. `targets` are the rows'."""
+    out = over_vocabulary(rows, targets, vocabulary, weights.base_ce_M is not None)
+    known = rows.label_M >= 0
+
+    def cross_entropy(kind: str) -> tuple[jax.Array, jax.Array]:
+        """And the softmax."""
+        logits = out[kind]
+        log_total = logsumexp(out[f"{kind}_peak"] + jnp.log(out[f"{kind}_total"]), axis=0)
+        said = jnp.take_along_axis(logits, jnp.maximum(rows.label_M, 0)[:, None], axis=1)[:, 0]
+        return jnp.where(known, log_total - said, 0), jnp.exp(logits - log_total[:, None])
+
+    (ce, q), p = cross_entropy("draft"), out["law"]
+    base_ce, base_q = (None, None) if weights.base_ce_M is None else cross_entropy("base" if "base" in out else "draft")
+    missed = jnp.maximum(1 - jnp.sum(p, axis=-1), 0) if vocabulary.reduced else 0
+    losses = RowLosses(ce, 0.5 * (jnp.sum(jnp.abs(q - p), axis=-1) + missed), base_ce)
+    if not differentiate:
+        return OfRows(losses, None, None), None
+    base = out.get("base", out["draft"])
+    of_hidden, of_factor, more = gradients(rows, weights, q, p, base, base_q, vocabulary)
+    return OfRows(losses, of_hidden, of_factor), None if more is None else of_correction + more
+
+
+def over_vocabulary(rows: Rows, targets: Targets, vocabulary: Vocabulary, base: bool) -> dict[str, jax.Array]:
+    """The logits `draft` and the target's `law` `[C, Vd]`, and by tile of tokens `[Vd / TOKENS, C]` the logits' peak and
+    the sum of exponentials relative to it; where corrected logits do not say them, the same of the `base` ones.
+    """
+    count, (vocab, width) = len(rows.label_M), vocabulary.head_VdxH.shape
+    kinds = ("draft", "base") if rows.factor_Mxr is not None and (base or vocabulary.softcap) else ("draft",)
+    wide = jax.ShapeDtypeStruct((count, vocab), jnp.float32)
+    by_tile = jax.ShapeDtypeStruct((vocab // TOKENS, count), jnp.float32)
+    outs = dict.fromkeys((*kinds, "law"), wide) | {f"{k}_{s}": by_tile for k in kinds for s in ("peak", "total")}
+    ins = {
+        "hidden": rows.hidden_MxH, "target": targets.hidden_TxH, "head": vocabulary.head_VdxH,
+        "factor": rows.factor_Mxr, "correction": vocabulary.correction_Vdxr,
+        "log_total": targets.log_total_T.reshape(-1, MULTIPLIERS * ROWS),
+    }  # fmt: skip
+    ins = {name: a for name, a in ins.items() if a is not None}
+    swizzled = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
+    tile = plgpu.SMEM((STEPS, MULTIPLIERS * ROWS, WIDTH), jnp.bfloat16, transforms=swizzled)
+    call = plgpu.kernel(
+        functools.partial(_kernel, names=(*ins, *outs), softcap=vocabulary.softcap),
+        out_type=list(outs.values()),
+        scratch_types={
+            "hidden_smem": tile,
+            "target_smem": tile,
+            "head_smem": plgpu.SMEM((STEPS, TOKENS, WIDTH), jnp.bfloat16, transforms=swizzled),
+            "log_total_smem": plgpu.SMEM(ins["log_total"].shape, jnp.float32),
+            "totals": plgpu.Barrier(),
+            "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=STEPS),
+            "multiplied": plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STEPS),
+        },
+        grid=(min(BLOCKS, vocab // TOKENS * count // (MULTIPLIERS * ROWS)),),
+        grid_names=("block",),
+        num_threads=FIRST + MULTIPLIERS,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name=f"distribution_loss_rows{count}",
+    )
+    return dict(zip(outs, call(*ins.values()), strict=True))
+
+
+def _kernel(
+    *refs: Any, names: tuple[str, ...], softcap: float,
+    hidden_smem, target_smem, head_smem, log_total_smem, totals, loaded, multiplied,
+):  # fmt: skip
+    """One block: every BLOCKSth tile. Tiles of the same tokens are neighbours: the cache has the head's."""
+    ref = dict(zip(names, refs, strict=True))
+    warpgroup, block, blocks = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block"), jax.lax.axis_size("block")
+    (count, width), vocab = ref["hidden"].shape, ref["head"].shape[0]
+    row_tiles = count // (MULTIPLIERS * ROWS)
+    num_tiles = jax.lax.div(vocab // TOKENS * row_tiles - block + (blocks - 1), blocks)
+    head_steps, steps = width // WIDTH, (width + (ref["factor"].shape[1] if "factor" in ref else 0)) // WIDTH
+
+    def place(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which rows a tile has and which tokens, in tiles."""
+        tile = block + i * blocks
+        return jax.lax.rem(tile, row_tiles), jax.lax.div(tile, row_tiles)
+
+    @pl.when(warpgroup == COPY)
+    def copy():
+        plgpu.set_max_registers(40, action="decrease")
+        plgpu.copy_gmem_to_smem(ref["log_total"], log_total_smem, totals)
+
+        @pl.loop(0, num_tiles * steps)
+        def _(step):
+            slot, k = jax.lax.rem(step, STEPS), jax.lax.rem(step, steps)
+            row_tile, token_tile = place(jax.lax.div(step, steps))
+            rows, tokens = pl.ds(row_tile * MULTIPLIERS * ROWS, MULTIPLIERS * ROWS), pl.ds(token_tile * TOKENS, TOKENS)
+
+            @pl.when(step >= STEPS)
+            def _():
+                plgpu.barrier_wait(multiplied.at[slot])
+
+            def load(at: jax.Array, **smem) -> None:
+                for name, buffer in smem.items():
+                    part = ref[name].at[tokens if buffer is head_smem else rows, pl.ds(at * WIDTH, WIDTH)]
+                    plgpu.copy_gmem_to_smem(part, buffer.at[slot], loaded.at[slot])
+
+            @pl.when(k < head_steps)
+            def _():
+                load(k, hidden=hidden_smem, target=target_smem, head=head_smem)
+
+            if "factor" in ref:
+
+                @pl.when(k >= head_steps)
+                def _():
+                    load(k - head_steps, factor=hidden_smem, correction=head_smem)
+                    plgpu.barrier_arrive(loaded.at[slot])  # for the target, which has no such part
+
+        _drain(multiplied, num_tiles * steps)
+
+    @pl.when(warpgroup >= FIRST)
+    def multiply():
+        plgpu.set_max_registers(232, action="increase")
+        half = (warpgroup - FIRST) * ROWS
+        own = pl.ds(half, ROWS)
+        plgpu.barrier_wait(totals)
+
+        def products(first: jax.Array, count: int, pairs: tuple[tuple[Any, Any], ...]) -> None:
+            """Adds up `count` steps; a step's buffers are free when the next one's products are under way."""
+
+            @pl.loop(0, count)
+            def _(k):
+                slot = jax.lax.rem(first + k, STEPS)
+                plgpu.barrier_wait(loaded.at[slot])
+                for acc, smem in pairs:
+                    plgpu.wgmma(acc, smem.at[slot, own], plgpu.transpose_ref(head_smem.at[slot], (1, 0)))
+                plgpu.wgmma_wait(len(pairs))
+
+                @pl.when(k > 0)
+                def _():
+                    plgpu.barrier_arrive(multiplied.at[jax.lax.rem(first + k - 1, STEPS)])
+
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(multiplied.at[jax.lax.rem(first + count - 1, STEPS)])
+
+        @pl.loop(0, num_tiles)
+        def _(i):
+            row_tile, token_tile = place(i)
+            rows, tokens = pl.ds(row_tile * MULTIPLIERS * ROWS + half, ROWS), pl.ds(token_tile * TOKENS, TOKENS)
+
+            def by_head(draft_acc, target_acc):
+                products(i * steps, head_steps, ((draft_acc, hidden_smem), (target_acc, target_smem)))
+                return draft_acc[...], target_acc[...]
+
+            def by_correction(acc):
+                products(i * steps + head_steps, steps - head_steps, ((acc, hidden_smem),))
+                return acc[...]
+
+            def leave(kind: str, logits: jax.Array) -> None:
+                peak = jnp.max(logits, axis=1)
+                ref[kind][rows, tokens] = logits
+                ref[f"{kind}_peak"][token_tile, rows] = peak
+                ref[f"{kind}_total"][token_tile, rows] = jnp.sum(jnp.exp(logits - _along_rows(peak)), axis=1)
+
+            acc = plgpu.ACC((ROWS, TOKENS), jnp.float32)
+            draft, target = (_capped(a, softcap) for a in pl.run_scoped(by_head, acc, acc))
+            ref["law"][rows, tokens] = jnp.exp(target - _along_rows(log_total_smem[row_tile, own]))
+            if "base" in ref:
+                leave("base", draft)
+            if "factor" in ref:
+                draft += pl.run_scoped(by_correction, acc)
+            leave("draft", draft)
+
+
+def _capped(logits: jax.Array, cap: float) -> jax.Array:
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _along_rows(a_M: jax.Array) -> jax.Array:
+    return jax.lax.broadcast_in_dim(a_M, (ROWS, TOKENS), (0,))
+
+
+def _drain(barriers, used: jax.Array) -> None:
+    """Waits for what is still under way: nobody leaves a block while others work on what it has given them."""
+
+    @pl.loop(jnp.maximum(used - STEPS, 0), used)
+    def _(step):
+        plgpu.barrier_wait(barriers.at[jax.lax.rem(step, STEPS)])
