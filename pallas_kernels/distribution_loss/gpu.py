@@ -1,9 +1,9 @@
 """The chunks on a Hopper GPU: one read of the head makes a chunk's draft logits, target law and log-sum-exps.
 
-Every block of threads goes over tiles of 128 rows and 128 tokens. One warpgroup copies; two multiply, each 64 rows of the
-drafter's and the same rows of the target's, which share the head's tile, and finish both in registers: soft cap,
-in-block correction, exponential, statistics. XLA reduces logits and law to the losses, makes the slopes of them, and
-multiplies these: products that its own kernels do as well.
+Every block of threads goes over tiles of 128 rows and 128 tokens. One warpgroup copies; two multiply, each 64 rows of
+the drafter's and the same rows of the target's, which share the head's tile, and finish both in registers: soft cap,
+in-block correction, exponential, statistics. XLA reduces logits and law to the losses, makes the slopes of them in one
+pass, and multiplies these.
 """
 
 import functools
@@ -49,6 +49,16 @@ def over_chunks(chunk: int, trained: Trained, given: Given, differentiate: bool)
     return over_rows(whole, given, nothing(given, trained, differentiate), one)
 
 
+def moved_bytes(rows: Rows, targets: Targets, vocabulary: Vocabulary) -> int:
+    """What the kernel reads and leaves of a chunk without base losses, each once, as XLA counts its own products.
+
+    Blocks copy the head's tiles again for every MULTIPLIERS · ROWS rows, and the rows for every tile: from the cache.
+    """
+    out = jax.eval_shape(functools.partial(over_vocabulary, base=False), rows, targets, vocabulary)
+    arrays = (rows.hidden_MxH, rows.factor_Mxr, targets, vocabulary, out)
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
+
+
 def _chunk(
     rows: Rows, targets: Targets, weights: RowWeights, of_correction: jax.Array | None, vocabulary: Vocabulary,
     differentiate: bool,
@@ -76,10 +86,11 @@ def _chunk(
 
 
 def over_vocabulary(rows: Rows, targets: Targets, vocabulary: Vocabulary, base: bool) -> dict[str, jax.Array]:
-    """The logits `draft` and the target's `law` `[C, Vd]`, and by tile of tokens `[Vd / TOKENS, C]` the logits' peak and
-    the sum of exponentials relative to it; where corrected logits do not say them, the same of the `base` ones.
+    """The logits `draft` and the target's `law` `[C, Vd]`; by tile of tokens `[Vd / TOKENS, C]` the logits' peak, and
+    the sum of exponentials relative to it. Where there is a correction and they are needed, the same of `base`: the
+    logits without it. C is a multiple of MULTIPLIERS · ROWS.
     """
-    count, (vocab, width) = len(rows.label_M), vocabulary.head_VdxH.shape
+    count, vocab = len(rows.label_M), len(vocabulary.head_VdxH)
     kinds = ("draft", "base") if rows.factor_Mxr is not None and (base or vocabulary.softcap) else ("draft",)
     wide = jax.ShapeDtypeStruct((count, vocab), jnp.float32)
     by_tile = jax.ShapeDtypeStruct((vocab // TOKENS, count), jnp.float32)

@@ -33,9 +33,10 @@ def distribution_loss(
 ) -> tuple[jax.Array, RowLosses]:
     """The weighted sum of every row's losses, and these. Gradients of the sum by hidden states, factors, correction.
 
-    `backend`: "tpu", "gpu" or "xla" (see `backends.choose`); what the GPU's kernel does not take XLA does. `chunk`: rows
-    at a time, for "tpu" a multiple of 16; None: as many as the vocabulary's size lets fit. On a mesh the compiler would have every device do all rows: call it inside
-    `jax.shard_map(..., check_vma=False)` over the axis that splits them, with sources among a device's own targets.
+    `backend`: "tpu", "gpu" (XLA where its kernel does not take these arrays) or "xla"; see `backends.choose`. `chunk`:
+    rows at a time, for "tpu" a multiple of 16; None: as many as the vocabulary's size lets fit. On a mesh the compiler
+    would have every device do all rows: call it inside `jax.shard_map(..., check_vma=False)` over the axis that splits
+    them, with sources among a device's own targets.
     """
     trained = Trained(rows.hidden_MxH, rows.factor_Mxr, vocabulary.correction_Vdxr)
     chunk = chunk or chunk_rows(len(rows.label_M), len(vocabulary.head_VdxH))
