@@ -53,6 +53,7 @@ def train(config: ConfigDict) -> Path:
     target = target.with_taps(drafter_config.tap_layers)
     schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
     optimizer, losses = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm), loss_settings(config)
+    kernels = chosen_kernels(config, target.params)
     lender = with_own_tables(target)
     before = trained_before(config, drafter_config, lender)  # before the workdir takes its name, and before answers
     manager = open_checkpoints(config)
@@ -61,7 +62,6 @@ def train(config: ConfigDict) -> Path:
     parts = step_parts(config, rows, mesh.size if mesh else 1)
     drafter = before or new_drafter(config, drafter_config, lender, rows)
     borrowed = whole_everywhere(drafter.borrowed, mesh)
-    kernels = chosen_kernels(config, borrowed)
     setup = Setup(drafter.module, losses, t.num_anchors, optimizer, kernels, t.ema)
     state = made_in_parts(functools.partial(new_state, setup=setup), drafter.params, mesh)
     state = restore_latest(manager, state)

@@ -36,8 +36,10 @@ def unsupported(trained: Trained, vocabulary: Vocabulary) -> str | None:
         return "hidden states and tables must be bfloat16"
     if vocab % TOKENS:
         return f"a vocabulary of {vocab} is no multiple of {TOKENS}"
-    if width % WIDTH or (factor is not None and factor.shape[1] % WIDTH):
-        return f"a width of {width} or the in-block head's rank is no multiple of {WIDTH}"
+    if width % WIDTH:
+        return f"a width of {width} is no multiple of {WIDTH}"
+    if factor is not None and factor.shape[1] % WIDTH:
+        return f"the in-block head's rank of {factor.shape[1]} is no multiple of {WIDTH}"
     return None
 
 

@@ -152,17 +152,17 @@ def test_attention_of_a_block_of_several_tiles(monkeypatch):
 # ----------------------------------------------------------------------------------------------- distribution_loss
 
 LOSSES = [
-    pytest.param({"rows": 140, "vocab": 256, "softcap": 8.0, "reduced": True}, 128, id="two chunks, soft cap"),
-    pytest.param({"rows": 200, "vocab": 384, "width": 320}, 256, id="two tiles of rows", **slow),
-    pytest.param({"rows": 20, "vocab": 256, "rank": 0, "base": False}, None, id="no in-block head", **slow),
-    pytest.param({"rows": 20, "vocab": 128, "rank": 128, "base": False}, None, id="no base", **slow),
+    pytest.param({"rows": 140, "vocab": 256, "softcap": 8.0, "reduced": True}, 128, 1, id="two chunks, soft cap"),
+    pytest.param({"rows": 200, "vocab": 384, "width": 320}, 256, 2, id="two tiles of rows", **slow),
+    pytest.param({"rows": 20, "vocab": 256, "rank": 0, "base": False}, None, 9, id="no in-block head", **slow),
+    pytest.param({"rows": 20, "vocab": 128, "rank": 128, "base": False}, None, 1, id="no base", **slow),
 ]
 
 
-@pytest.mark.parametrize(("shape", "chunk"), LOSSES)
-def test_losses_and_gradients_are_the_references(shape, chunk, monkeypatch):
-    """One block or two go over all tiles; some rows have no label, some no source."""
-    monkeypatch.setattr(loss_gpu, "BLOCKS", 2)
+@pytest.mark.parametrize(("shape", "chunk", "blocks"), LOSSES)
+def test_losses_and_gradients_are_the_references(shape, chunk, blocks, monkeypatch):
+    """Some rows have no label, some no source; one block or two go over tiles in more steps than are under way."""
+    monkeypatch.setattr(loss_gpu, "BLOCKS", blocks)
     case = random_loss(3, **{"width": 128, "rank": 64, "dtype": jnp.bfloat16} | shape)
     trained = Trained(case[0].hidden_MxH, case[0].factor_Mxr, case[2].correction_Vdxr)
     assert loss_gpu.unsupported(trained, case[2]) is None
@@ -170,3 +170,7 @@ def test_losses_and_gradients_are_the_references(shape, chunk, monkeypatch):
     with gpu_interpreter():
         got = jax.block_until_ready(value_and_gradients(distribution_loss, *case, chunk=chunk, backend="gpu"))
     assert_close(got, want, 2e-2)
+    with gpu_interpreter():
+        alone = jax.jit(functools.partial(distribution_loss, chunk=chunk, backend="gpu"))(*case)
+        alone = jax.block_until_ready(alone)
+    assert_close((3 * alone[0], alone[1]), got[0], 1e-5)
