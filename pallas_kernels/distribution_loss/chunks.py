@@ -1,8 +1,5 @@
 """What the loops over chunks of rows have in common: their order, what they start from, what a chunk leaves."""
 
-from collections.abc import Callable
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -84,21 +81,3 @@ def put(of_rows: OfRows, new: OfRows, at_C: jax.Array, used_C: jax.Array) -> OfR
     """Writes what a chunk leaves of its rows; lanes that are none write nowhere."""
     to = jnp.where(used_C, at_C, len(of_rows.losses.ce_M))
     return jax.tree.map(lambda old, a: old.at[to].set(a.astype(old.dtype), mode="drop"), of_rows, new)
-
-
-def over_rows(
-    chunk: int, given: Given, start: tuple[OfRows, jax.Array | None], one_chunk: Callable[..., tuple[OfRows, Any]]
-) -> tuple[OfRows, jax.Array | None]:
-    """Fills `start` chunk by chunk: `one_chunk` takes rows, their own targets, weights, and the correction's sum."""
-    rows, targets, _, weights = given
-    order = by_source(rows.source_M)
-
-    def body(i: jax.Array, carry: tuple[OfRows, jax.Array | None]) -> tuple[OfRows, jax.Array | None]:
-        lane, used = lanes(order, i, chunk)
-        at = order.row_M[lane]
-        some_rows, some_weights = pick(at, used, rows, weights)
-        some_targets = jax.tree.map(lambda a: a[some_rows.source_M], targets)
-        new, of_correction = one_chunk(some_rows, some_targets, some_weights, carry[1])
-        return put(carry[0], new, at, used), of_correction
-
-    return jax.lax.fori_loop(0, (order.num_rows + chunk - 1) // chunk, body, start)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.nn import logsumexp
 
-from pallas_kernels.distribution_loss.chunks import Given, OfRows, Trained, nothing, over_rows
+from pallas_kernels.distribution_loss.chunks import Given, OfRows, Trained, by_source, lanes, nothing, pick, put
 from pallas_kernels.distribution_loss.reference import RowLosses, Rows, RowWeights, Targets, Vocabulary
 from pallas_kernels.distribution_loss.tiled import gradients
 
@@ -44,29 +44,42 @@ def unsupported(trained: Trained, vocabulary: Vocabulary) -> str | None:
 
 
 def over_chunks(chunk: int, trained: Trained, given: Given, differentiate: bool) -> tuple[OfRows, jax.Array | None]:
-    """As `tiled.over_chunks`, for what `unsupported` lets through. The law of a source is computed for every row."""
-    vocabulary = given[2]
-    one = functools.partial(_chunk, vocabulary=vocabulary, differentiate=differentiate)
-    whole = -(-chunk // (MULTIPLIERS * ROWS)) * MULTIPLIERS * ROWS
-    return over_rows(whole, given, nothing(given, trained, differentiate), one)
+    """As `tiled.over_chunks`, for what `unsupported` lets through."""
+    rows, targets, vocabulary, weights = given
+    order, tile = by_source(rows.source_M), MULTIPLIERS * ROWS
+    chunk = -(-chunk // tile) * tile
+
+    def body(i: jax.Array, carry: tuple[OfRows, jax.Array | None]) -> tuple[OfRows, jax.Array | None]:
+        of_rows, of_correction = carry
+        lane, used = lanes(order, i, chunk)
+        at, place = order.row_M[lane], order.place_M[lane]
+        some_rows, some_weights = pick(at, used, rows, weights)
+        sources = order.source_M[jnp.minimum(place[0] + jnp.arange(chunk), len(order.source_M) - 1)]
+        some_targets = jax.tree.map(lambda a: a[jnp.minimum(sources, len(a) - 1)], targets)
+        new, more = _chunk(some_rows, some_targets, place - place[0], vocabulary, some_weights, differentiate)
+        return put(of_rows, new, at, used), None if more is None else of_correction + more
+
+    start = nothing(given, trained, differentiate)
+    return jax.lax.fori_loop(0, (order.num_rows + chunk - 1) // chunk, body, start)
 
 
 def moved_bytes(rows: Rows, targets: Targets, vocabulary: Vocabulary) -> int:
     """What the kernel reads and leaves of a chunk without base losses, each once, as XLA counts its own products.
 
+    Of a chunk whose every row has a target of its own: where rows share one there are fewer laws.
     Blocks copy the head's tiles again for every MULTIPLIERS · ROWS rows, and the rows for every tile: from the cache.
     """
-    out = jax.eval_shape(functools.partial(over_vocabulary, base=False), rows, targets, vocabulary)
+    run = functools.partial(over_vocabulary, num_sources=len(targets.log_total_T), base=False)
+    out = jax.eval_shape(lambda *given: run(given[0], given[1], vocabulary=given[2]), rows, targets, vocabulary)
     arrays = (rows.hidden_MxH, rows.factor_Mxr, targets, vocabulary, out)
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
 
 def _chunk(
-    rows: Rows, targets: Targets, weights: RowWeights, of_correction: jax.Array | None, vocabulary: Vocabulary,
-    differentiate: bool,
-) -> tuple[OfRows, jax.Array | None]:  # fmt: skip
-    """A chunk's losses and gradients; the correction's are added to `of_correction`. `targets` are the rows'."""
-    out = over_vocabulary(rows, targets, vocabulary, weights.base_ce_M is not None)
+    rows: Rows, targets: Targets, slot_C: jax.Array, vocabulary: Vocabulary, weights: RowWeights, differentiate: bool
+) -> tuple[OfRows, jax.Array | None]:
+    """A chunk's losses, and the gradients of their weighted sum. `slot_C`: which of `targets` is a row's."""
+    out = over_vocabulary(rows, targets, slot_C[-1] + 1, vocabulary, weights.base_ce_M is not None)
     known = rows.label_M >= 0
 
     def cross_entropy(kind: str) -> tuple[jax.Array, jax.Array]:
@@ -76,23 +89,26 @@ def _chunk(
         said = jnp.take_along_axis(logits, jnp.maximum(rows.label_M, 0)[:, None], axis=1)[:, 0]
         return jnp.where(known, log_total - said, 0), jnp.exp(logits - log_total[:, None])
 
-    (ce, q), p = cross_entropy("draft"), out["law"]
+    (ce, q), p = cross_entropy("draft"), out["law"][slot_C]
     base_ce, base_q = (None, None) if weights.base_ce_M is None else cross_entropy("base" if "base" in out else "draft")
     missed = jnp.maximum(1 - jnp.sum(p, axis=-1), 0) if vocabulary.reduced else 0
     losses = RowLosses(ce, 0.5 * (jnp.sum(jnp.abs(q - p), axis=-1) + missed), base_ce)
     if not differentiate:
         return OfRows(losses, None, None), None
     base = out.get("base", out["draft"])
-    of_hidden, of_factor, more = gradients(rows, weights, q, p, base, base_q, vocabulary)
-    return OfRows(losses, of_hidden, of_factor), None if more is None else of_correction + more
+    of_hidden, of_factor, of_correction = gradients(rows, weights, q, p, base, base_q, vocabulary)
+    return OfRows(losses, of_hidden, of_factor), of_correction
 
 
-def over_vocabulary(rows: Rows, targets: Targets, vocabulary: Vocabulary, base: bool) -> dict[str, jax.Array]:
-    """The logits `draft` and the target's `law` `[C, Vd]`; by tile of tokens `[Vd / TOKENS, C]` the logits' peak, and
-    the sum of exponentials relative to it. Where there is a correction and they are needed, the same of `base`: the
-    logits without it. C is a multiple of MULTIPLIERS · ROWS.
+def over_vocabulary(
+    rows: Rows, targets: Targets, num_sources: jax.Array | int, vocabulary: Vocabulary, base: bool
+) -> dict[str, jax.Array]:
+    """The logits `draft` and the `law` of the first targets `[C, Vd]`; by tile of tokens `[Vd / TOKENS, C]` the logits'
+    peak, and the sum of exponentials relative to it. Where there is a correction and they are needed, the same of
+    `base`: the logits without it. C, of targets too, is a multiple of MULTIPLIERS · ROWS.
     """
     count, vocab = len(rows.label_M), len(vocabulary.head_VdxH)
+    row_tiles = count // (MULTIPLIERS * ROWS)
     kinds = ("draft", "base") if rows.factor_Mxr is not None and (base or vocabulary.softcap) else ("draft",)
     wide = jax.ShapeDtypeStruct((count, vocab), jnp.float32)
     by_tile = jax.ShapeDtypeStruct((vocab // TOKENS, count), jnp.float32)
@@ -100,7 +116,8 @@ def over_vocabulary(rows: Rows, targets: Targets, vocabulary: Vocabulary, base: 
     ins = {
         "hidden": rows.hidden_MxH, "target": targets.hidden_TxH, "head": vocabulary.head_VdxH,
         "factor": rows.factor_Mxr, "correction": vocabulary.correction_Vdxr,
-        "log_total": targets.log_total_T.reshape(-1, MULTIPLIERS * ROWS),
+        "log_total": targets.log_total_T.reshape(row_tiles, -1),
+        "source_tiles": jnp.reshape(pl.cdiv(num_sources, MULTIPLIERS * ROWS), (1,)).astype(jnp.int32),
     }  # fmt: skip
     ins = {name: a for name, a in ins.items() if a is not None}
     swizzled = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
@@ -117,7 +134,7 @@ def over_vocabulary(rows: Rows, targets: Targets, vocabulary: Vocabulary, base: 
             "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=STEPS),
             "multiplied": plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STEPS),
         },
-        grid=(min(BLOCKS, vocab // TOKENS * count // (MULTIPLIERS * ROWS)),),
+        grid=(min(BLOCKS // row_tiles, vocab // TOKENS) * row_tiles,),
         grid_names=("block",),
         num_threads=FIRST + MULTIPLIERS,
         thread_name="warpgroup",
@@ -140,9 +157,9 @@ def _kernel(
     head_steps, steps = width // WIDTH, (width + (ref["factor"].shape[1] if "factor" in ref else 0)) // WIDTH
 
     def place(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which rows a tile has and which tokens, in tiles."""
+        """Which rows a tile has and which tokens, in tiles. Every block has all rows in turn: the last lack targets."""
         tile = block + i * blocks
-        return jax.lax.rem(tile, row_tiles), jax.lax.div(tile, row_tiles)
+        return jax.lax.rem(tile + i, row_tiles), jax.lax.div(tile, row_tiles)
 
     @pl.when(warpgroup == COPY)
     def copy():
@@ -164,16 +181,25 @@ def _kernel(
                     part = ref[name].at[tokens if buffer is head_smem else rows, pl.ds(at * WIDTH, WIDTH)]
                     plgpu.copy_gmem_to_smem(part, buffer.at[slot], loaded.at[slot])
 
+            has_target = (k < head_steps) & (row_tile < ref["source_tiles"][0])
+
+            @pl.when(has_target)
+            def _():
+                load(k, target=target_smem)
+
+            @pl.when(~has_target)
+            def _():
+                plgpu.barrier_arrive(loaded.at[slot])  # in its place
+
             @pl.when(k < head_steps)
             def _():
-                load(k, hidden=hidden_smem, target=target_smem, head=head_smem)
+                load(k, hidden=hidden_smem, head=head_smem)
 
             if "factor" in ref:
 
                 @pl.when(k >= head_steps)
                 def _():
                     load(k - head_steps, factor=hidden_smem, correction=head_smem)
-                    plgpu.barrier_arrive(loaded.at[slot])  # for the target, which has no such part
 
         _drain(multiplied, num_tiles * steps)
 
@@ -207,9 +233,10 @@ def _kernel(
             row_tile, token_tile = place(i)
             rows, tokens = pl.ds(row_tile * MULTIPLIERS * ROWS + half, ROWS), pl.ds(token_tile * TOKENS, TOKENS)
 
-            def by_head(draft_acc, target_acc):
-                products(i * steps, head_steps, ((draft_acc, hidden_smem), (target_acc, target_smem)))
-                return draft_acc[...], target_acc[...]
+            def by_head(*accs):
+                pairs = tuple(zip(accs, (hidden_smem, target_smem), strict=False))
+                products(i * steps, head_steps, pairs)
+                return tuple(_capped(acc[...], softcap) for acc in accs)
 
             def by_correction(acc):
                 products(i * steps + head_steps, steps - head_steps, ((acc, hidden_smem),))
@@ -221,9 +248,14 @@ def _kernel(
                 ref[f"{kind}_peak"][token_tile, rows] = peak
                 ref[f"{kind}_total"][token_tile, rows] = jnp.sum(jnp.exp(logits - _along_rows(peak)), axis=1)
 
+            def with_target():
+                draft, target = pl.run_scoped(by_head, acc, acc)
+                ref["law"][rows, tokens] = jnp.exp(target - _along_rows(log_total_smem[row_tile, own]))
+                return draft
+
             acc = plgpu.ACC((ROWS, TOKENS), jnp.float32)
-            draft, target = (_capped(a, softcap) for a in pl.run_scoped(by_head, acc, acc))
-            ref["law"][rows, tokens] = jnp.exp(target - _along_rows(log_total_smem[row_tile, own]))
+            has_target = row_tile < ref["source_tiles"][0]
+            draft = jax.lax.cond(has_target, with_target, lambda: pl.run_scoped(by_head, acc)[0])
             if "base" in ref:
                 leave("base", draft)
             if "factor" in ref:

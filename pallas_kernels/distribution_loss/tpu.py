@@ -4,7 +4,6 @@ The first leaves a chunk's draft logits and target law in HBM, and the logits' l
 distance and to its slope's mean; the second makes the slopes of them, tile by tile, and multiplies these at once.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.distribution_loss.chunks import Given, OfRows, Trained, nothing, over_rows
+from pallas_kernels.distribution_loss.chunks import Given, OfRows, Trained, by_source, lanes, nothing, pick, put
 from pallas_kernels.distribution_loss.reference import RowLosses, Rows, RowWeights, Targets, Vocabulary
 
 LANES = 128
@@ -45,22 +44,32 @@ class _Tile(NamedTuple):
 
 def over_chunks(chunk: int, trained: Trained, given: Given, differentiate: bool) -> tuple[OfRows, jax.Array | None]:
     """As `tiled.over_chunks`, in float32. The law of a source is computed for every row: gathering laws costs more."""
-    vocabulary = given[2]
+    rows, targets, vocabulary, weights = given
+    order = by_source(rows.source_M)
+
+    def body(i: jax.Array, carry: tuple[OfRows, jax.Array | None]):
+        lane, used = lanes(order, i, chunk)
+        at = order.row_M[lane]
+        some_rows, some_weights = pick(at, used, rows, weights)
+        some_targets = jax.tree.map(lambda a: a[some_rows.source_M], targets)
+        new, of_correction = _chunk(some_rows, some_targets, vocabulary, some_weights, carry[1], differentiate)
+        return put(carry[0], new, at, used), of_correction
+
     of_rows, of_correction = nothing(given, trained, differentiate)
     if of_correction is not None:  # whole tiles: the interpreter hands an updated array back in whole tiles
         vocab, tile = len(of_correction), _tile_size(vocabulary)
         of_correction = jnp.pad(of_correction, ((0, -vocab % tile), (0, 0)))
-    one_chunk = functools.partial(_chunk, vocabulary=vocabulary, differentiate=differentiate)
-    of_rows, of_correction = over_rows(chunk, given, (of_rows, of_correction), one_chunk)
+    start = (of_rows, of_correction)
+    of_rows, of_correction = jax.lax.fori_loop(0, (order.num_rows + chunk - 1) // chunk, body, start)
     return of_rows, None if of_correction is None else of_correction[:vocab]
 
 
 def _chunk(
     rows: Rows,
     targets: Targets,
+    vocabulary: Vocabulary,
     weights: RowWeights,
     of_correction: jax.Array | None,
-    vocabulary: Vocabulary,
     differentiate: bool,
 ) -> tuple[OfRows, jax.Array | None]:
     """A chunk's losses and gradients; the correction's are added to `of_correction`. `targets` are the rows'."""

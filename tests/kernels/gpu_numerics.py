@@ -153,7 +153,8 @@ def test_attention_of_a_block_of_several_tiles(monkeypatch):
 
 LOSSES = [
     pytest.param({"rows": 140, "vocab": 256, "softcap": 8.0, "reduced": True}, 128, 1, id="two chunks, soft cap"),
-    pytest.param({"rows": 200, "vocab": 384, "width": 320}, 256, 2, id="two tiles of rows", **slow),
+    pytest.param({"rows": 200, "vocab": 384, "width": 320}, 256, 2, id="two tiles of rows, one of sources", **slow),
+    pytest.param({"rows": 250, "sources": 900, "vocab": 256}, 256, 4, id="two tiles of rows and of sources", **slow),
     pytest.param({"rows": 20, "vocab": 256, "rank": 0, "base": False}, None, 9, id="no in-block head", **slow),
     pytest.param({"rows": 20, "vocab": 128, "rank": 128, "base": False}, None, 1, id="no base", **slow),
 ]
