@@ -1,12 +1,13 @@
 """The chunks on a Hopper GPU: one read of the head makes a chunk's draft logits, target law and log-sum-exps.
 
-Every block of threads goes over tiles of 128 rows and 128 tokens. One warpgroup copies; two multiply, each 64 rows of
-the drafter's and the same rows of the target's, which share the head's tile, and finish both in registers: soft cap,
-in-block correction, exponential, statistics. XLA reduces logits and law to the losses, makes the slopes of them in one
-pass, and multiplies these.
+Every block of threads goes over tiles of 128 rows and 128 tokens. One warpgroup copies; two multiply, each 64 of the
+drafter's rows and 64 of the target's, which share the head's tile, and finish both in registers: soft cap, in-block
+correction, exponential, statistics. Rows that share a source have its law computed once. XLA reduces logits and law to
+the losses, makes the slopes of them in one pass, and multiplies these.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,13 +65,12 @@ def over_chunks(chunk: int, trained: Trained, given: Given, differentiate: bool)
 
 
 def moved_bytes(rows: Rows, targets: Targets, vocabulary: Vocabulary) -> int:
-    """What the kernel reads and leaves of a chunk without base losses, each once, as XLA counts its own products.
+    """What the kernel reads and leaves of a chunk without base losses whose every row has a target of its own.
 
-    Of a chunk whose every row has a target of its own: where rows share one there are fewer laws.
-    Blocks copy the head's tiles again for every MULTIPLIERS · ROWS rows, and the rows for every tile: from the cache.
+    Each array once, as XLA counts its own products: the head's tiles are copied again for every MULTIPLIERS · ROWS
+    rows, and the rows for every tile, but from the cache.
     """
-    run = functools.partial(over_vocabulary, num_sources=len(targets.log_total_T), base=False)
-    out = jax.eval_shape(lambda *given: run(given[0], given[1], vocabulary=given[2]), rows, targets, vocabulary)
+    out = jax.eval_shape(lambda *given: over_vocabulary(*given, 0, False), rows, targets, vocabulary)
     arrays = (rows.hidden_MxH, rows.factor_Mxr, targets, vocabulary, out)
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
@@ -79,7 +79,7 @@ def _chunk(
     rows: Rows, targets: Targets, slot_C: jax.Array, vocabulary: Vocabulary, weights: RowWeights, differentiate: bool
 ) -> tuple[OfRows, jax.Array | None]:
     """A chunk's losses, and the gradients of their weighted sum. `slot_C`: which of `targets` is a row's."""
-    out = over_vocabulary(rows, targets, slot_C[-1] + 1, vocabulary, weights.base_ce_M is not None)
+    out = over_vocabulary(rows, targets, vocabulary, slot_C[-1] + 1, weights.base_ce_M is not None)
     known = rows.label_M >= 0
 
     def cross_entropy(kind: str) -> tuple[jax.Array, jax.Array]:
@@ -101,7 +101,7 @@ def _chunk(
 
 
 def over_vocabulary(
-    rows: Rows, targets: Targets, num_sources: jax.Array | int, vocabulary: Vocabulary, base: bool
+    rows: Rows, targets: Targets, vocabulary: Vocabulary, num_sources: jax.Array | int, base: bool
 ) -> dict[str, jax.Array]:
     """The logits `draft` and the `law` of the first targets `[C, Vd]`; by tile of tokens `[Vd / TOKENS, C]` the logits'
     peak, and the sum of exponentials relative to it. Where there is a correction and they are needed, the same of
@@ -120,147 +120,173 @@ def over_vocabulary(
         "source_tiles": jnp.reshape(pl.cdiv(num_sources, MULTIPLIERS * ROWS), (1,)).astype(jnp.int32),
     }  # fmt: skip
     ins = {name: a for name, a in ins.items() if a is not None}
+    blocks = min(BLOCKS // row_tiles, vocab // TOKENS) * row_tiles
+    return dict(zip(outs, _call(ins, outs, blocks, vocabulary.softcap)(*ins.values()), strict=True))
+
+
+def _call(ins: dict[str, Any], outs: dict[str, Any], blocks: int, softcap: float) -> Callable[..., list[jax.Array]]:
     swizzled = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
-    tile = plgpu.SMEM((STEPS, MULTIPLIERS * ROWS, WIDTH), jnp.bfloat16, transforms=swizzled)
-    call = plgpu.kernel(
-        functools.partial(_kernel, names=(*ins, *outs), softcap=vocabulary.softcap),
+    tiles = plgpu.SMEM((STEPS, MULTIPLIERS * ROWS, WIDTH), jnp.bfloat16, transforms=swizzled)
+    return plgpu.kernel(
+        functools.partial(_kernel, names=(*ins, *outs), softcap=softcap),
         out_type=list(outs.values()),
         scratch_types={
-            "hidden_smem": tile,
-            "target_smem": tile,
+            "hidden_smem": tiles,
+            "target_smem": tiles,
             "head_smem": plgpu.SMEM((STEPS, TOKENS, WIDTH), jnp.bfloat16, transforms=swizzled),
             "log_total_smem": plgpu.SMEM(ins["log_total"].shape, jnp.float32),
             "totals": plgpu.Barrier(),
             "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=STEPS),
             "multiplied": plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STEPS),
         },
-        grid=(min(BLOCKS // row_tiles, vocab // TOKENS) * row_tiles,),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=FIRST + MULTIPLIERS,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        kernel_name=f"distribution_loss_rows{count}",
+        kernel_name=f"distribution_loss_rows{ins['hidden'].shape[0]}",
     )
-    return dict(zip(outs, call(*ins.values()), strict=True))
 
 
-def _kernel(
-    *refs: Any, names: tuple[str, ...], softcap: float,
-    hidden_smem, target_smem, head_smem, log_total_smem, totals, loaded, multiplied,
-):  # fmt: skip
-    """One block: every BLOCKSth tile. Tiles of the same tokens are neighbours: the cache has the head's."""
-    ref = dict(zip(names, refs, strict=True))
-    warpgroup, block, blocks = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block"), jax.lax.axis_size("block")
-    (count, width), vocab = ref["hidden"].shape, ref["head"].shape[0]
-    row_tiles = count // (MULTIPLIERS * ROWS)
-    num_tiles = jax.lax.div(vocab // TOKENS * row_tiles - block + (blocks - 1), blocks)
-    head_steps, steps = width // WIDTH, (width + (ref["factor"].shape[1] if "factor" in ref else 0)) // WIDTH
-
-    def place(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which rows a tile has and which tokens, in tiles. Every block has all rows in turn: the last lack targets."""
-        tile = block + i * blocks
-        return jax.lax.rem(tile + i, row_tiles), jax.lax.div(tile, row_tiles)
+def _kernel(*refs: Any, names: tuple[str, ...], softcap: float, **scratch: Any) -> None:
+    """One block: every `blocks`th tile. Tiles of the same tokens are neighbours: the cache has the head's."""
+    work = _Work(dict(zip(names, refs, strict=True)) | scratch, jax.lax.axis_index("block"))
+    warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == COPY)
     def copy():
         plgpu.set_max_registers(40, action="decrease")
-        plgpu.copy_gmem_to_smem(ref["log_total"], log_total_smem, totals)
-
-        @pl.loop(0, num_tiles * steps)
-        def _(step):
-            slot, k = jax.lax.rem(step, STEPS), jax.lax.rem(step, steps)
-            row_tile, token_tile = place(jax.lax.div(step, steps))
-            rows, tokens = pl.ds(row_tile * MULTIPLIERS * ROWS, MULTIPLIERS * ROWS), pl.ds(token_tile * TOKENS, TOKENS)
-
-            @pl.when(step >= STEPS)
-            def _():
-                plgpu.barrier_wait(multiplied.at[slot])
-
-            def load(at: jax.Array, **smem) -> None:
-                for name, buffer in smem.items():
-                    part = ref[name].at[tokens if buffer is head_smem else rows, pl.ds(at * WIDTH, WIDTH)]
-                    plgpu.copy_gmem_to_smem(part, buffer.at[slot], loaded.at[slot])
-
-            has_target = (k < head_steps) & (row_tile < ref["source_tiles"][0])
-
-            @pl.when(has_target)
-            def _():
-                load(k, target=target_smem)
-
-            @pl.when(~has_target)
-            def _():
-                plgpu.barrier_arrive(loaded.at[slot])  # in its place
-
-            @pl.when(k < head_steps)
-            def _():
-                load(k, hidden=hidden_smem, head=head_smem)
-
-            if "factor" in ref:
-
-                @pl.when(k >= head_steps)
-                def _():
-                    load(k - head_steps, factor=hidden_smem, correction=head_smem)
-
-        _drain(multiplied, num_tiles * steps)
+        _copy(work)
 
     @pl.when(warpgroup >= FIRST)
     def multiply():
         plgpu.set_max_registers(232, action="increase")
-        half = (warpgroup - FIRST) * ROWS
-        own = pl.ds(half, ROWS)
-        plgpu.barrier_wait(totals)
+        _multiply(work, (warpgroup - FIRST) * ROWS, softcap)
 
-        def products(first: jax.Array, count: int, pairs: tuple[tuple[Any, Any], ...]) -> None:
-            """Adds up `count` steps; a step's buffers are free when the next one's products are under way."""
 
-            @pl.loop(0, count)
-            def _(k):
-                slot = jax.lax.rem(first + k, STEPS)
-                plgpu.barrier_wait(loaded.at[slot])
-                for acc, smem in pairs:
-                    plgpu.wgmma(acc, smem.at[slot, own], plgpu.transpose_ref(head_smem.at[slot], (1, 0)))
-                plgpu.wgmma_wait(len(pairs))
+class _Work:
+    """A block's tiles, and the references by name."""
 
-                @pl.when(k > 0)
-                def _():
-                    plgpu.barrier_arrive(multiplied.at[jax.lax.rem(first + k - 1, STEPS)])
+    def __init__(self, ref: dict[str, Any], block: jax.Array):
+        (count, width), vocab, blocks = ref["hidden"].shape, ref["head"].shape[0], jax.lax.axis_size("block")
+        self.ref, self.block, self.blocks = ref, block, blocks
+        self.row_tiles = count // (MULTIPLIERS * ROWS)
+        self.num_tiles = jax.lax.div(vocab // TOKENS * self.row_tiles - block + (blocks - 1), blocks)
+        self.head_steps = width // WIDTH
+        self.steps = self.head_steps + (ref["factor"].shape[1] // WIDTH if "factor" in ref else 0)
 
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(multiplied.at[jax.lax.rem(first + count - 1, STEPS)])
+    def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which rows a tile has and which tokens, in tiles. Each block has all rows in turn: the last lack targets."""
+        tile = self.block + i * self.blocks
+        return jax.lax.rem(tile + i, self.row_tiles), jax.lax.div(tile, self.row_tiles)
 
-        @pl.loop(0, num_tiles)
-        def _(i):
-            row_tile, token_tile = place(i)
-            rows, tokens = pl.ds(row_tile * MULTIPLIERS * ROWS + half, ROWS), pl.ds(token_tile * TOKENS, TOKENS)
+    def has_target(self, row_tile: jax.Array) -> jax.Array:
+        return row_tile < self.ref["source_tiles"][0]
 
-            def by_head(*accs):
-                pairs = tuple(zip(accs, (hidden_smem, target_smem), strict=False))
-                products(i * steps, head_steps, pairs)
-                return tuple(_capped(acc[...], softcap) for acc in accs)
 
-            def by_correction(acc):
-                products(i * steps + head_steps, steps - head_steps, ((acc, hidden_smem),))
-                return acc[...]
+def _copy(work: _Work) -> None:
+    """Keeps STEPS steps on their way: of a tile those of the head, then those of the correction."""
+    ref, loaded, multiplied = work.ref, work.ref["loaded"], work.ref["multiplied"]
+    plgpu.copy_gmem_to_smem(ref["log_total"], ref["log_total_smem"], ref["totals"])
+    used = work.num_tiles * work.steps
 
-            def leave(kind: str, logits: jax.Array) -> None:
-                peak = jnp.max(logits, axis=1)
-                ref[kind][rows, tokens] = logits
-                ref[f"{kind}_peak"][token_tile, rows] = peak
-                ref[f"{kind}_total"][token_tile, rows] = jnp.sum(jnp.exp(logits - _along_rows(peak)), axis=1)
+    @pl.loop(0, used)
+    def _(step):
+        slot, k = jax.lax.rem(step, STEPS), jax.lax.rem(step, work.steps)
+        row_tile, token_tile = work.place(jax.lax.div(step, work.steps))
+        rows, tokens = pl.ds(row_tile * MULTIPLIERS * ROWS, MULTIPLIERS * ROWS), pl.ds(token_tile * TOKENS, TOKENS)
 
-            def with_target():
-                draft, target = pl.run_scoped(by_head, acc, acc)
-                ref["law"][rows, tokens] = jnp.exp(target - _along_rows(log_total_smem[row_tile, own]))
-                return draft
+        @pl.when(step >= STEPS)
+        def _():
+            plgpu.barrier_wait(multiplied.at[slot])
 
-            acc = plgpu.ACC((ROWS, TOKENS), jnp.float32)
-            has_target = row_tile < ref["source_tiles"][0]
-            draft = jax.lax.cond(has_target, with_target, lambda: pl.run_scoped(by_head, acc)[0])
-            if "base" in ref:
-                leave("base", draft)
-            if "factor" in ref:
-                draft += pl.run_scoped(by_correction, acc)
-            leave("draft", draft)
+        def load(name: str, smem: str, some: Any, at: jax.Array) -> None:
+            part = ref[name].at[some, pl.ds(at * WIDTH, WIDTH)]
+            plgpu.copy_gmem_to_smem(part, ref[smem].at[slot], loaded.at[slot])
+
+        has_target = (k < work.head_steps) & work.has_target(row_tile)
+
+        @pl.when(has_target)
+        def _():
+            load("target", "target_smem", rows, k)
+
+        @pl.when(~has_target)
+        def _():
+            plgpu.barrier_arrive(loaded.at[slot])  # in its place
+
+        @pl.when(k < work.head_steps)
+        def _():
+            load("hidden", "hidden_smem", rows, k)
+            load("head", "head_smem", tokens, k)
+
+        if "factor" in ref:
+
+            @pl.when(k >= work.head_steps)
+            def _():
+                load("factor", "hidden_smem", rows, k - work.head_steps)
+                load("correction", "head_smem", tokens, k - work.head_steps)
+
+    _drain(multiplied, used)
+
+
+def _multiply(work: _Work, half: jax.Array, softcap: float) -> None:
+    """The ROWS rows of every tile that begin at its row `half`."""
+    ref, own, acc = work.ref, pl.ds(half, ROWS), plgpu.ACC((ROWS, TOKENS), jnp.float32)
+    plgpu.barrier_wait(ref["totals"])
+
+    @pl.loop(0, work.num_tiles)
+    def _(i):
+        first = i * work.steps
+        row_tile, token_tile = work.place(i)
+        rows, tokens = pl.ds(row_tile * MULTIPLIERS * ROWS + half, ROWS), pl.ds(token_tile * TOKENS, TOKENS)
+
+        def by_head(*accs: Any) -> tuple[jax.Array, ...]:
+            pairs = tuple(zip(accs, (ref["hidden_smem"], ref["target_smem"]), strict=False))
+            _products(work, own, first, work.head_steps, pairs)
+            return tuple(_capped(acc[...], softcap) for acc in accs)
+
+        def by_correction(acc: Any) -> jax.Array:
+            rest = work.steps - work.head_steps
+            _products(work, own, first + work.head_steps, rest, ((acc, ref["hidden_smem"]),))
+            return acc[...]
+
+        def with_target() -> jax.Array:
+            draft, target = pl.run_scoped(by_head, acc, acc)
+            ref["law"][rows, tokens] = jnp.exp(target - _along_rows(ref["log_total_smem"][row_tile, own]))
+            return draft
+
+        def leave(kind: str, logits: jax.Array) -> None:
+            peak = jnp.max(logits, axis=1)
+            ref[kind][rows, tokens] = logits
+            ref[f"{kind}_peak"][token_tile, rows] = peak
+            ref[f"{kind}_total"][token_tile, rows] = jnp.sum(jnp.exp(logits - _along_rows(peak)), axis=1)
+
+        draft = jax.lax.cond(work.has_target(row_tile), with_target, lambda: pl.run_scoped(by_head, acc)[0])
+        if "base" in ref:
+            leave("base", draft)
+        if "factor" in ref:
+            draft += pl.run_scoped(by_correction, acc)
+        leave("draft", draft)
+
+
+def _products(work: _Work, own: Any, first: jax.Array, count: int, pairs: tuple[tuple[Any, Any], ...]) -> None:
+    """Adds up `count` steps. A step's buffers are free when the next one's products are under way."""
+    ref = work.ref
+
+    @pl.loop(0, count)
+    def _(k):
+        slot = jax.lax.rem(first + k, STEPS)
+        plgpu.barrier_wait(ref["loaded"].at[slot])
+        for acc, smem in pairs:
+            plgpu.wgmma(acc, smem.at[slot, own], plgpu.transpose_ref(ref["head_smem"].at[slot], (1, 0)))
+        plgpu.wgmma_wait(len(pairs))
+
+        @pl.when(k > 0)
+        def _():
+            plgpu.barrier_arrive(ref["multiplied"].at[jax.lax.rem(first + k - 1, STEPS)])
+
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(ref["multiplied"].at[jax.lax.rem(first + count - 1, STEPS)])
 
 
 def _capped(logits: jax.Array, cap: float) -> jax.Array:
