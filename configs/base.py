@@ -90,6 +90,7 @@ def get_base() -> ConfigDict:
     c.train.dpace = 0.0  # D-PACE's alpha (its paper: 0.5), which then weighs the cross entropy's slots; 0: off
     c.train.curriculum = 0.0  # part of the run over which CE moves from the backbone's logits to the head's (Domino)
     c.train.step_decay = 0.8  # step t of Eagle3's training-time test weighs step_decay ** t
+    c.train.kernels = "auto"  # of the device; "xla", "tpu", "gpu": those, as the engine's (docs/kernels.md)
     c.train.keep_features = (
         False  # keep the target's features in host memory over the epochs (see training/features.py)
     )

@@ -99,7 +99,7 @@ def devices() -> Iterator[Check]:
         from pallas_kernels.backends import choose
 
         memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-        written = {"fused_verify": ("tpu", "gpu"), "distribution_loss": ("tpu",)}
+        written = {"fused_verify": ("tpu", "gpu"), "distribution_loss": ("tpu", "gpu")}
         kernels = {name: choose("auto", written=platforms) for name, platforms in written.items()}
         cpu = environment()["device"]
     except Exception as error:  # a backend that does not start, a package that is missing

@@ -18,6 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import choose
+from pallas_kernels.distribution_loss import Rows, RowWeights, Targets, Vocabulary
+from pallas_kernels.distribution_loss.chunks import chunk_rows
+from pallas_kernels.distribution_loss.reference import capped_logits
+from pallas_kernels.distribution_loss.report import RANK, gradients
 from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head, Query, row_statistics
 from pallas_kernels.ragged_attention import Prefix
@@ -57,6 +61,9 @@ def checks() -> Iterator[dict[str, Any]]:
     for shape in SHAPES:
         shapes, options = attention_arguments("Qwen3-8B", shape, PAGES, layers=1)
         yield {"case": f"ragged_attention Qwen3-8B {shape}"} | check_attention(shapes, options, "gpu")
+    for name, model in MODELS.items():
+        count = chunk_rows(2**20, model.vocab) + 100  # a chunk, and some rows of another
+        yield {"case": f"distribution_loss {name} M={count}"} | check_loss(model, count, RANK, "gpu")
 
 
 def check_fused_verify(model: Model, requests: int, backend: str) -> dict[str, Any]:
@@ -103,6 +110,34 @@ def check_attention(shapes: tuple[Any, ...], options: dict[str, Any], backend: s
     wide = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, arguments)
     error = float(jnp.max(jnp.abs(out["kernel"].astype(jnp.float32) - ways["xla"](*wide))))
     return {"right": error < ROUNDING, "largest_error": error, "seconds": seconds | {"floor": seconds_to_read(*pools)}}
+
+
+def check_loss(model: Model, num_rows: int, rank: int, backend: str) -> dict[str, Any]:
+    """Losses and gradients against XLA's; logits are exact in any order of summation."""
+    case = random_loss(np.random.default_rng(0), model, num_rows, rank)
+    seconds, out = {}, {}
+    for name, way in (("kernel", backend), ("xla", "xla")):
+        seconds[name], out[name] = timed(jax.jit(functools.partial(gradients, backend=way)), *case)
+    wide = lambda a: a.astype(jnp.float32)  # noqa: E731
+    relative = lambda a, b: float(jnp.max(jnp.abs(wide(a) - wide(b))) / jnp.max(jnp.abs(wide(b))))  # noqa: E731
+    losses, slopes = (max(jax.tree.leaves(jax.tree.map(relative, *parts))) for parts in zip(*out.values(), strict=True))
+    floor = seconds_to_read(*jax.tree.leaves(case))
+    right = losses < TOLERANCE and slopes < ROUNDING
+    return {"right": right, "losses_error": losses, "slopes_error": slopes, "seconds": seconds | {"floor": floor}}
+
+
+def random_loss(
+    rng: np.random.Generator, model: Model, num_rows: int, rank: int
+) -> tuple[Rows, Targets, Vocabulary, RowWeights]:
+    """As many targets as rows; some rows have no label, some no source."""
+    label, source = (jnp.asarray(rng.integers(-1, n, num_rows), jnp.int32) for n in (model.vocab, num_rows))
+    rows = Rows(exact(rng, (num_rows, model.width)), exact(rng, (num_rows, rank)), label, source)
+    tables = exact(rng, (model.vocab, model.width)), exact(rng, (model.vocab, rank))
+    vocabulary = Vocabulary(*tables, model.softcap)
+    hidden = exact(rng, (num_rows, model.width))
+    log_total = jax.nn.logsumexp(capped_logits(hidden, vocabulary), axis=-1)
+    each = jnp.full(num_rows, 1 / num_rows, jnp.float32)
+    return rows, Targets(hidden, log_total), vocabulary, RowWeights(each, each, None)
 
 
 def compare_statistics(hidden_NxH: jax.Array, head: Head, query: Query, backend: str) -> dict[str, float]:

@@ -5,8 +5,9 @@
 Every line compares an operation written for XLA with the same operation around its kernel, at a real model's size.
 Temporary bytes are what the program holds beside its arguments and results (XLA's `memory_analysis`); moved bytes are
 what its operations read and write on the path usually taken (XLA's `cost_analysis`; for a kernel what its blocks copy,
-on a GPU also what they find in its cache). `--whole`: the temporary bytes of a whole round and a whole training step of
-Qwen3-8B on eight chips, each device's; that takes a quarter of an hour.
+on a GPU also what they find in its cache, but of the loss's products each operand once, as of XLA's). `--whole`: the
+temporary bytes of a whole round and a whole training step of Qwen3-8B on eight chips, each device's; that takes a
+quarter of an hour.
 """
 
 import argparse
@@ -18,7 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.anchor_attention.report import anchor_attention_lines
-from pallas_kernels.distribution_loss.report import distribution_loss_lines
+from pallas_kernels.distribution_loss import gpu as loss_gpu
+from pallas_kernels.distribution_loss.chunks import chunk_rows
+from pallas_kernels.distribution_loss.report import RANK, gradients
+from pallas_kernels.distribution_loss.report import arguments as loss_arguments
 from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify
 from pallas_kernels.fused_verify import gpu as verify_gpu
@@ -179,10 +183,17 @@ def anchor_lines(chip: str) -> Iterator[Line]:
 
 
 def loss_lines(chip: str) -> Iterator[Line]:
+    """One chunk of rows with its gradients, since XLA's account has a loop's body once, however often it runs."""
+    compile_for, backend = (compile_tpu, "tpu") if chip in TPUS else (compile_gpu, "gpu")
     for name, model in MODELS.items():
-        sizes = name, model.width, model.vocab, model.softcap
-        for op, shape, temporary, moved in distribution_loss_lines(compile_tpu, chip, *sizes):
-            yield Line(op, shape, chip, temporary, moved)
+        count = chunk_rows(2**20, model.vocab)
+        shapes = loss_arguments(model.width, model.vocab, model.softcap, count)
+        before, after = (compile_for(chip, gradients, *shapes, backend=way) for way in ("xla", backend))
+        moved, by_kernel = moved_bytes(before, after)
+        if chip not in TPUS:
+            by_kernel += loss_gpu.moved_bytes(*shapes[:3])
+        shape = f"{name} M={count} r={RANK}"
+        yield Line("distribution_loss", shape, chip, temporaries(before, after), (moved, by_kernel))
 
 
 def whole_lines(chip: str) -> Iterator[str]:
@@ -205,7 +216,7 @@ def whole_lines(chip: str) -> Iterator[str]:
 OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (
     fused_verify_lines, sampler_lines, attention_lines, anchor_lines, loss_lines,
 )  # fmt: skip
-ON_GPU = (fused_verify_lines, gpu_attention_lines)
+ON_GPU = (fused_verify_lines, gpu_attention_lines, loss_lines)
 
 
 def main() -> None:

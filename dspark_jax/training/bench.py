@@ -22,14 +22,13 @@ from dspark_jax.interop.target_io import Target, load_target
 from dspark_jax.models.drafter import Borrowed, DSpark
 from dspark_jax.progress import Progress
 from dspark_jax.training.counting import drafter_flops, target_flops
-from dspark_jax.training.drafters import loss_settings, new_drafter_config
+from dspark_jax.training.drafters import chosen_kernels, loss_settings, new_drafter_config
 from dspark_jax.training.features import Features, FeatureSource, target_features
 from dspark_jax.training.losses import SlotWeights
 from dspark_jax.training.optimizers import make_optimizer
 from dspark_jax.training.parts import step_parts
 from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import apply_gradients, pack_weights, part_totals, train_step
-from pallas_kernels.backends import choose
 
 MATRIX = {"cpu": 2048}  # side of the matrices whose product is timed
 LARGE_MATRIX = 8192  # elsewhere
@@ -80,7 +79,7 @@ def _models(config: ConfigDict) -> tuple[Target, Setup, Borrowed, TrainState]:
     t = config.train
     schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
     optimizer = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm)
-    kernels, _ = choose("auto", jax.tree.leaves(target.params))
+    kernels = chosen_kernels(config, target.params)
     setup = Setup(DSpark(drafter), loss_settings(config), t.num_anchors, optimizer, kernels, t.ema)
     params = init_drafter(drafter, jax.random.key(config.seed))
     ids = np.arange(drafter.draft_vocab_size) if drafter.reduced else None

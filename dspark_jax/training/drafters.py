@@ -1,5 +1,8 @@
 """What a config says of its drafter and of how it is trained, as the static settings of networks and losses."""
 
+from typing import Any
+
+import jax
 from ml_collections import ConfigDict
 
 from dspark_jax.errors import UserError
@@ -8,6 +11,7 @@ from dspark_jax.interop.target_io import Target
 from dspark_jax.models.config import DrafterConfig, Eagle3Config, draft_decoder
 from dspark_jax.training.eagle3 import Eagle3Loss
 from dspark_jax.training.losses import MEANS, LossWeights
+from pallas_kernels.backends import KERNELS, choose
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -40,6 +44,13 @@ def loss_settings(config: ConfigDict) -> LossWeights | Eagle3Loss:
     confidence = t.confidence_weight if d.confidence else 0.0
     curriculum = round(t.curriculum * t.steps)
     return LossWeights(t.ce_weight, t.l1_weight, confidence, t.decay_gamma, curriculum, t.loss_mean, t.dpace)
+
+
+def chosen_kernels(config: ConfigDict, arrays: Any) -> str:
+    """What `train.kernels` means for a program over `arrays`: a GPU's kernels only where it names them."""
+    if config.train.kernels not in KERNELS:
+        raise UserError(f"unknown train.kernels {config.train.kernels!r}: known are {', '.join(KERNELS)}")
+    return choose(config.train.kernels, jax.tree.leaves(arrays), ("tpu", "gpu"))[0]
 
 
 def _block_drafter(config: ConfigDict, target: Target) -> DrafterConfig:

@@ -24,7 +24,7 @@ from dspark_jax.parallel import on, parse_mesh, start_processes
 from dspark_jax.progress import Progress
 from dspark_jax.training.checkpoints import finish, open_checkpoints, restore_latest, save
 from dspark_jax.training.data import features_cache, trained_on, training_rows
-from dspark_jax.training.drafters import loss_settings, new_drafter_config
+from dspark_jax.training.drafters import chosen_kernels, loss_settings, new_drafter_config
 from dspark_jax.training.features import CachedFeatures, FeatureSource
 from dspark_jax.training.metrics import MetricLog, summary
 from dspark_jax.training.optimizers import make_optimizer
@@ -34,7 +34,6 @@ from dspark_jax.training.start import new_drafter, trained_before
 from dspark_jax.training.step import Setup, TrainState, learning_rate, new_state
 from dspark_jax.training.update import train_step
 from dspark_jax.training.validation import Rows, Validation, check_part, split_rows
-from pallas_kernels.backends import choose
 
 
 def train(config: ConfigDict) -> Path:
@@ -54,6 +53,7 @@ def train(config: ConfigDict) -> Path:
     target = target.with_taps(drafter_config.tap_layers)
     schedule = learning_rate(t.lr, t.steps, t.warmup_ratio)
     optimizer, losses = make_optimizer(t.optimizer, schedule, t.weight_decay, t.max_grad_norm), loss_settings(config)
+    kernels = chosen_kernels(config, target.params)
     lender = with_own_tables(target)
     before = trained_before(config, drafter_config, lender)  # before the workdir takes its name, and before answers
     manager = open_checkpoints(config)
@@ -62,7 +62,6 @@ def train(config: ConfigDict) -> Path:
     parts = step_parts(config, rows, mesh.size if mesh else 1)
     drafter = before or new_drafter(config, drafter_config, lender, rows)
     borrowed = whole_everywhere(drafter.borrowed, mesh)
-    kernels, _ = choose("auto", jax.tree.leaves(borrowed))
     setup = Setup(drafter.module, losses, t.num_anchors, optimizer, kernels, t.ema)
     state = made_in_parts(functools.partial(new_state, setup=setup), drafter.params, mesh)
     state = restore_latest(manager, state)

@@ -35,7 +35,7 @@ class Setup:
     weights: LossWeights | Eagle3Loss
     num_anchors: int
     optimizer: optax.GradientTransformation
-    kernels: str = "xla"  # or "tpu"; see `backends.choose`
+    kernels: str = "xla"  # or "tpu", "gpu"; see `backends.choose`
     ema: float = 0.0  # decay of the averaged parameters; 0: there are none
 
 

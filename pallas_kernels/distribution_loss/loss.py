@@ -12,7 +12,15 @@ from pallas_kernels.distribution_loss import tiled, tpu
 from pallas_kernels.distribution_loss.chunks import Given, Trained, chunk_rows
 from pallas_kernels.distribution_loss.reference import RowLosses, Rows, RowWeights, Targets, Vocabulary, weighted_sum
 
-BACKENDS = {"xla": tiled.over_chunks, "tpu": tpu.over_chunks}
+
+def _on_gpu(chunk: int, trained: Trained, given: Given, differentiate: bool) -> tuple[Any, jax.Array | None]:
+    from pallas_kernels.distribution_loss import gpu  # what it imports may change with any JAX: nobody else needs it
+
+    over_chunks = tiled.over_chunks if gpu.unsupported(trained, given[2]) else gpu.over_chunks
+    return over_chunks(chunk, trained, given, differentiate)
+
+
+BACKENDS = {"xla": tiled.over_chunks, "tpu": tpu.over_chunks, "gpu": _on_gpu}
 
 
 def distribution_loss(
@@ -25,9 +33,10 @@ def distribution_loss(
 ) -> tuple[jax.Array, RowLosses]:
     """The weighted sum of every row's losses, and these. Gradients of the sum by hidden states, factors, correction.
 
-    `backend`: "tpu" or "xla" (see `backends.choose`). `chunk`: rows at a time, for "tpu" a multiple of 16; None: as
-    many as the vocabulary's size lets fit. On a mesh the compiler would have every device do all rows: call it inside
-    `jax.shard_map(..., check_vma=False)` over the axis that splits them, with sources among a device's own targets.
+    `backend`: "tpu", "gpu" (XLA where its kernel does not take these arrays) or "xla"; see `backends.choose`. `chunk`:
+    rows at a time, for "tpu" a multiple of 16; None: as many as the vocabulary's size lets fit. On a mesh the compiler
+    would have every device do all rows: call it inside `jax.shard_map(..., check_vma=False)` over the axis that splits
+    them, with sources among a device's own targets.
     """
     trained = Trained(rows.hidden_MxH, rows.factor_Mxr, vocabulary.correction_Vdxr)
     chunk = chunk or chunk_rows(len(rows.label_M), len(vocabulary.head_VdxH))

@@ -1,12 +1,10 @@
-"""What the kernels of the training loss save: lines of `python -m pallas_kernels.report`."""
+"""The training loss at a real model's sizes, for `python -m pallas_kernels.report` and what checks the kernels."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.distribution_loss.chunks import chunk_rows
 from pallas_kernels.distribution_loss.loss import distribution_loss
 from pallas_kernels.distribution_loss.reference import Rows, RowWeights, Targets, Vocabulary
 
@@ -33,18 +31,3 @@ def gradients(rows: Rows, targets: Targets, vocabulary: Vocabulary, weights: Row
 
     trained = rows.hidden_MxH, rows.factor_Mxr, vocabulary.correction_Vdxr
     return jax.value_and_grad(loss, has_aux=True)(trained)
-
-
-def distribution_loss_lines(
-    compile_tpu: Callable[..., jax.stages.Compiled], chip: str, name: str, width: int, vocab: int, softcap: float
-) -> Iterator[tuple[str, str, tuple[int, ...], tuple[float, ...]]]:
-    """Operation, size, and bytes before and after, temporary and moved, of one chunk of rows with its gradients.
-
-    One chunk, since XLA's account has a loop's body once, however often it runs.
-    """
-    count = chunk_rows(2**20, vocab)
-    shapes = arguments(width, vocab, softcap, count)
-    programs = [compile_tpu(chip, gradients, *shapes, backend=backend) for backend in ("xla", "tpu")]
-    temporary = tuple(program.memory_analysis().temp_size_in_bytes for program in programs)
-    moved = tuple(program.cost_analysis()["bytes accessed"] for program in programs)
-    yield "distribution_loss", f"{name} M={count} r={RANK}", temporary, moved

@@ -76,18 +76,37 @@ def _chunk(
     )
     if not differentiate:
         return OfRows(losses, None, None), None
-    of_logits = _cross_entropy_slope(q, rows.label_M, weights.ce_M) + _distance_slope(q, p_CxVd, weights.distance_M)
+    base_q = None if weights.base_ce_M is None else jax.nn.softmax(base, axis=-1)
+    of_hidden, of_factor, of_correction = gradients(rows, weights, q, p_CxVd, base, base_q, vocabulary)
+    return OfRows(losses, of_hidden, of_factor), of_correction
+
+
+def gradients(
+    rows: Rows,
+    weights: RowWeights,
+    q_CxVd: jax.Array,
+    p_CxVd: jax.Array,
+    base_CxVd: jax.Array,
+    base_q_CxVd: jax.Array | None,
+    vocabulary: Vocabulary,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Of a chunk's weighted sum: by hidden states, factors and correction.
+
+    `q`, `base_q`: the drafter's probabilities with and without correction; `base`: logits without it.
+    """
+    of_logits = _cross_entropy_slope(q_CxVd, rows.label_M, weights.ce_M)
+    of_logits += _distance_slope(q_CxVd, p_CxVd, weights.distance_M)
     of_base = of_logits
-    if weights.base_ce_M is not None:
-        of_base += _cross_entropy_slope(jax.nn.softmax(base, axis=-1), rows.label_M, weights.base_ce_M)
+    if base_q_CxVd is not None:
+        of_base += _cross_entropy_slope(base_q_CxVd, rows.label_M, weights.base_ce_M)
     if vocabulary.softcap:
-        of_base *= 1 - (base / vocabulary.softcap) ** 2
+        of_base *= 1 - (base_CxVd / vocabulary.softcap) ** 2
     of_hidden = wide_matmul(of_base.astype(rows.hidden_MxH.dtype), vocabulary.head_VdxH, (1, 0))
     if rows.factor_Mxr is None:
-        return OfRows(losses, of_hidden, None), None
+        return of_hidden, None, None
     of_logits = of_logits.astype(rows.factor_Mxr.dtype)
     of_factor = wide_matmul(of_logits, vocabulary.correction_Vdxr, (1, 0))
-    return OfRows(losses, of_hidden, of_factor), wide_matmul(of_logits, rows.factor_Mxr, (0, 0))
+    return of_hidden, of_factor, wide_matmul(of_logits, rows.factor_Mxr, (0, 0))
 
 
 def _cross_entropy_slope(q_CxVd: jax.Array, label_C: jax.Array, weight_C: jax.Array) -> jax.Array:

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu_check, noise
+from pallas_kernels.distribution_loss import distribution_loss
+from pallas_kernels.distribution_loss import gpu as loss_gpu
+from pallas_kernels.distribution_loss import reference as loss_reference
+from pallas_kernels.distribution_loss.chunks import Trained
 from pallas_kernels.fused_verify import Head, Query, RowStatistics, fused_verify
 from pallas_kernels.fused_verify import gpu as verify_gpu
 from pallas_kernels.fused_verify import reference as verify_reference
@@ -21,6 +25,9 @@ from pallas_kernels.ragged_attention import reference as attention_reference
 from pallas_kernels.report import Model
 from tests.kernels.rounds import Sizes, assert_same, from_logits, random_round
 from tests.kernels.targets import gpu_interpreter
+from tests.kernels.test_distribution_loss import assert_same as assert_close
+from tests.kernels.test_distribution_loss import random_case as random_loss
+from tests.kernels.test_distribution_loss import value_and_gradients
 from tests.kernels.test_ragged_attention_tpu import WIDTH, arrays
 
 # ---------------------------------------------------------------------------------------------------- fused_verify
@@ -140,3 +147,31 @@ def test_attention_of_a_block_of_several_tiles(monkeypatch):
     """32 query heads of a head of keys leave room for two rows a tile."""
     monkeypatch.setattr(attention_gpu, "BLOCKS", 1)
     check_attention([5, 0, 3], [PAGE + 1, 5, 40], heads=64)
+
+
+# ----------------------------------------------------------------------------------------------- distribution_loss
+
+LOSSES = [
+    pytest.param({"rows": 140, "vocab": 256, "softcap": 8.0, "reduced": True}, 128, 1, id="two chunks, soft cap"),
+    pytest.param({"rows": 200, "vocab": 384, "width": 320}, 256, 2, id="two tiles of rows, one of sources", **slow),
+    pytest.param({"rows": 250, "sources": 900, "vocab": 256}, 256, 4, id="two tiles of rows and of sources", **slow),
+    pytest.param({"rows": 20, "vocab": 256, "rank": 0, "base": False}, None, 9, id="no in-block head", **slow),
+    pytest.param({"rows": 20, "vocab": 128, "rank": 128, "base": False}, None, 1, id="no base", **slow),
+]
+
+
+@pytest.mark.parametrize(("shape", "chunk", "blocks"), LOSSES)
+def test_losses_and_gradients_are_the_references(shape, chunk, blocks, monkeypatch):
+    """Some rows have no label, some no source; one block or two go over tiles in more steps than are under way."""
+    monkeypatch.setattr(loss_gpu, "BLOCKS", blocks)
+    case = random_loss(3, **{"width": 128, "rank": 64, "dtype": jnp.bfloat16} | shape)
+    trained = Trained(case[0].hidden_MxH, case[0].factor_Mxr, case[2].correction_Vdxr)
+    assert loss_gpu.unsupported(trained, case[2]) is None
+    want = value_and_gradients(loss_reference.distribution_loss, *case)
+    with gpu_interpreter():
+        got = jax.block_until_ready(value_and_gradients(distribution_loss, *case, chunk=chunk, backend="gpu"))
+    assert_close(got, want, 2e-2)
+    with gpu_interpreter():
+        alone = jax.jit(functools.partial(distribution_loss, chunk=chunk, backend="gpu"))(*case)
+        alone = jax.block_until_ready(alone)
+    assert_close((3 * alone[0], alone[1]), got[0], 1e-5)

@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.round import decode_round
 from pallas_kernels import report
+from pallas_kernels.distribution_loss.report import arguments as loss_arguments
+from pallas_kernels.distribution_loss.report import gradients
 from pallas_kernels.fused_verify import gpu
 from pallas_kernels.ragged_attention.report import arguments as attention_arguments
 from pallas_kernels.ragged_attention.report import attend
@@ -25,6 +27,7 @@ from tests.decoding.conftest import make_target
 
 END = "all programs are through"
 ROWS = [("Qwen3-8B", 128), ("Gemma4-12B", 8)]
+LOSS_ROWS = 3584
 SHARED = 228 * 1024  # bytes that a block may have, and a little more
 LINE = jax.ShapeDtypeStruct((128,), jnp.float32)
 
@@ -45,6 +48,9 @@ def programs():
         yield f"fused_verify {name} {rows}", gpu.row_statistics, report.row_arguments(name, rows)
     arguments, options = attention_arguments("Qwen3-8B", "verification", 64)
     yield "attention", functools.partial(attend, **options, backend="gpu"), arguments
+    for name, model in report.MODELS.items():
+        arguments = loss_arguments(model.width, model.vocab, model.softcap, LOSS_ROWS)
+        yield f"loss {name}", functools.partial(gradients, backend="gpu"), arguments
     yield "too large", too_large, (LINE,)
     yield "fused_verify, B200", gpu.row_statistics, report.row_arguments("Qwen3-8B", 8)
     target = make_target("bfloat16", vocab=256, hidden=64)

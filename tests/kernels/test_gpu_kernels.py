@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from pallas_kernels import gpu_check
+from pallas_kernels.distribution_loss.chunks import chunk_rows
 from pallas_kernels.ragged_attention.report import arguments as attention_arguments
 from pallas_kernels.report import MODELS, Model
-from tests.kernels.gpu_programs import ROWS
+from tests.kernels.gpu_programs import LOSS_ROWS, ROWS
 from tests.kernels.targets import ROOT, gpu_programs, needs_gpu_compiler
 
 
@@ -47,6 +48,15 @@ def test_attention_compiles_at_full_size():
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize(("model", "arrays"), [("Qwen3-8B", 3.3), ("Gemma4-12B", 4.6)])
+def test_the_loss_compiles_at_full_size(model, arrays):
+    """And keeps a chunk's logits, law and slopes; where there is a soft cap, also base logits and their slopes."""
+    program, vocab = gpu_programs()[f"loss {model}"], MODELS[model].vocab
+    assert program["kernel"] and not program["spills"]
+    assert program["bytes"] < arrays * 4 * chunk_rows(LOSS_ROWS, vocab) * vocab
+
+
+@needs_gpu_compiler
 def test_the_compiler_knows_the_card():
     assert "shared memory" in gpu_programs()["too large"]["error"]
 
@@ -69,6 +79,8 @@ def test_the_check_compares_and_times():
     assert line["seconds"]["xla"] > 0 and line["seconds"]["floor"] is None
     shapes, options = attention_arguments("Qwen3-8B", "decoding", 1, layers=1)
     line = gpu_check.check_attention(shapes, options, "xla")
+    assert line["right"] and line["seconds"]["kernel"] > 0
+    line = gpu_check.check_loss(Model(32, 256, 8.0, False), 20, 8, "xla")
     assert line["right"] and line["seconds"]["kernel"] > 0
 
 

@@ -297,6 +297,7 @@ def test_a_drafter_that_cannot_be_is_refused_before_any_work(chat_model, tmp_pat
     [
         ({"optimizer": "sgd"}, "unknown train.optimizer 'sgd'"),
         ({"ema": 1.0}, "train.ema=1.0"),
+        ({"kernels": "cuda"}, "unknown train.kernels 'cuda'"),
         ({"dpace": 1.5}, "train.dpace=1.5"),
         ({"curriculum": 2.0}, "train.curriculum=2.0"),
     ],
