@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.anchor_attention.report import arguments as anchor_arguments
+from pallas_kernels.anchor_attention.report import gradients as anchor_gradients
 from pallas_kernels.backends import choose
 from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head, Query, row_statistics
@@ -57,6 +59,8 @@ def checks() -> Iterator[dict[str, Any]]:
     for shape in SHAPES:
         shapes, options = attention_arguments("Qwen3-8B", shape, PAGES, layers=1)
         yield {"case": f"ragged_attention Qwen3-8B {shape}"} | check_attention(shapes, options, "gpu")
+    for blocks, length in ((512, 4096), (100, 1000)):
+        yield {"case": f"anchor_attention Qwen3-8B N={blocks} S={length}"} | check_anchors(blocks, length, "gpu")
 
 
 def check_fused_verify(model: Model, requests: int, backend: str) -> dict[str, Any]:
@@ -103,6 +107,23 @@ def check_attention(shapes: tuple[Any, ...], options: dict[str, Any], backend: s
     wide = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, arguments)
     error = float(jnp.max(jnp.abs(out["kernel"].astype(jnp.float32) - ways["xla"](*wide))))
     return {"right": error < ROUNDING, "largest_error": error, "seconds": seconds | {"floor": seconds_to_read(*pools)}}
+
+
+def check_anchors(blocks: int, length: int, backend: str) -> dict[str, Any]:
+    """Blocks all over a document, and the gradients of their attention, against XLA's in float32."""
+    rng = np.random.default_rng(0)
+    shapes, options = anchor_arguments("Qwen3-8B", 1, blocks, length)
+    arrays = tuple(jnp.asarray(rng.normal(size=a.shape).astype(np.float32), a.dtype) for a in shapes[:5])
+    anchor = jnp.asarray(np.sort(rng.integers(0, length + 1, (1, blocks))), jnp.int32)
+    ways = {way: jax.jit(functools.partial(anchor_gradients, **options, backend=way)) for way in {backend, "xla"}}
+    seconds, out = {}, {}
+    for name, way in (("kernel", backend), ("xla", "xla")):
+        seconds[name], out[name] = timed(ways[way], *arrays, anchor, anchor // 2)
+    want = ways["xla"](*(a.astype(jnp.float32) for a in arrays), anchor, anchor // 2)
+    difference = lambda a, b: float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))  # noqa: E731
+    error = max(jax.tree.leaves(jax.tree.map(difference, out["kernel"], want)))
+    floor = seconds_to_read(*arrays)
+    return {"right": error < ROUNDING, "largest_error": error, "seconds": seconds | {"floor": floor}}
 
 
 def compare_statistics(hidden_NxH: jax.Array, head: Head, query: Query, backend: str) -> dict[str, float]:

@@ -47,6 +47,14 @@ def test_attention_compiles_at_full_size():
 
 
 @needs_gpu_compiler
+def test_training_attention_compiles_at_full_size():
+    """With gradients; and keeps nothing beside sums of a block's own keys and the queries in another order."""
+    program = gpu_programs()["anchors"]
+    assert program["kernel"] and not program["spills"]
+    assert program["bytes"] < 5 * 512 * 7 * 32 * 128 * 2
+
+
+@needs_gpu_compiler
 def test_the_compiler_knows_the_card():
     assert "shared memory" in gpu_programs()["too large"]["error"]
 
@@ -69,6 +77,8 @@ def test_the_check_compares_and_times():
     assert line["seconds"]["xla"] > 0 and line["seconds"]["floor"] is None
     shapes, options = attention_arguments("Qwen3-8B", "decoding", 1, layers=1)
     line = gpu_check.check_attention(shapes, options, "xla")
+    assert line["right"] and line["seconds"]["kernel"] > 0
+    line = gpu_check.check_anchors(4, 60, "xla")
     assert line["right"] and line["seconds"]["kernel"] > 0
 
 
