@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.anchor_attention.report import arguments as anchor_arguments
+from pallas_kernels.anchor_attention.report import gradients as anchor_gradients
 from pallas_kernels.backends import choose
 from pallas_kernels.distribution_loss import Rows, RowWeights, Targets, Vocabulary
 from pallas_kernels.distribution_loss.chunks import chunk_rows
@@ -64,6 +66,8 @@ def checks() -> Iterator[dict[str, Any]]:
     for name, model in MODELS.items():
         count = chunk_rows(2**20, model.vocab) + 100  # a chunk, and some rows of another
         yield {"case": f"distribution_loss {name} M={count}"} | check_loss(model, count, RANK, "gpu")
+    for blocks, length in ((512, 4096), (100, 1000)):
+        yield {"case": f"anchor_attention Qwen3-8B N={blocks} S={length}"} | check_anchors(blocks, length, "gpu")
 
 
 def check_fused_verify(model: Model, requests: int, backend: str) -> dict[str, Any]:
@@ -138,6 +142,23 @@ def random_loss(
     log_total = jax.nn.logsumexp(capped_logits(hidden, vocabulary), axis=-1)
     each = jnp.full(num_rows, 1 / num_rows, jnp.float32)
     return rows, Targets(hidden, log_total), vocabulary, RowWeights(each, each, None)
+
+
+def check_anchors(blocks: int, length: int, backend: str) -> dict[str, Any]:
+    """Blocks all over a document, and the gradients of their attention, against XLA's in float32."""
+    rng = np.random.default_rng(0)
+    shapes, options = anchor_arguments("Qwen3-8B", 1, blocks, length)
+    arrays = tuple(jnp.asarray(rng.normal(size=a.shape).astype(np.float32), a.dtype) for a in shapes[:5])
+    anchor = jnp.asarray(np.sort(rng.integers(0, length + 1, (1, blocks))), jnp.int32)
+    ways = {way: jax.jit(functools.partial(anchor_gradients, **options, backend=way)) for way in {backend, "xla"}}
+    seconds, out = {}, {}
+    for name, way in (("kernel", backend), ("xla", "xla")):
+        seconds[name], out[name] = timed(ways[way], *arrays, anchor, anchor // 2)
+    want = ways["xla"](*(a.astype(jnp.float32) for a in arrays), anchor, anchor // 2)
+    difference = lambda a, b: float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))  # noqa: E731
+    error = max(jax.tree.leaves(jax.tree.map(difference, out["kernel"], want)))
+    floor = seconds_to_read(*arrays)
+    return {"right": error < ROUNDING, "largest_error": error, "seconds": seconds | {"floor": floor}}
 
 
 def compare_statistics(hidden_NxH: jax.Array, head: Head, query: Query, backend: str) -> dict[str, float]:

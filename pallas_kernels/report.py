@@ -18,7 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.anchor_attention.report import anchor_attention_lines
+from pallas_kernels.anchor_attention import gpu as anchor_gpu
+from pallas_kernels.anchor_attention.report import TILE, anchor_attention_lines
+from pallas_kernels.anchor_attention.report import arguments as anchor_arguments
+from pallas_kernels.anchor_attention.report import gradients as anchor_gradients
 from pallas_kernels.distribution_loss import gpu as loss_gpu
 from pallas_kernels.distribution_loss.chunks import chunk_rows
 from pallas_kernels.distribution_loss.report import RANK, gradients
@@ -182,6 +185,18 @@ def anchor_lines(chip: str) -> Iterator[Line]:
         yield Line(op, shape, chip, temporary, moved)
 
 
+def gpu_anchor_lines(chip: str) -> Iterator[Line]:
+    """As `anchor_attention_lines`."""
+    programs = []
+    for blocks, length in ((512, 4096), TILE):
+        shapes, options = anchor_arguments("Qwen3-8B", 1, blocks, length)
+        ways = ("tiled", "gpu")
+        programs.append([compile_gpu(chip, anchor_gradients, *shapes, **options, backend=way) for way in ways])
+    moved, by_kernel = moved_bytes(*programs[1])
+    by_kernel += anchor_gpu.copied_bytes(*shapes[:2])
+    yield Line("anchor_attention", "Qwen3-8B N=512 S=4096", chip, temporaries(*programs[0]), (moved, by_kernel))
+
+
 def loss_lines(chip: str) -> Iterator[Line]:
     """One chunk of rows with its gradients, since XLA's account has a loop's body once, however often it runs."""
     compile_for, backend = (compile_tpu, "tpu") if chip in TPUS else (compile_gpu, "gpu")
@@ -216,7 +231,7 @@ def whole_lines(chip: str) -> Iterator[str]:
 OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (
     fused_verify_lines, sampler_lines, attention_lines, anchor_lines, loss_lines,
 )  # fmt: skip
-ON_GPU = (fused_verify_lines, gpu_attention_lines, loss_lines)
+ON_GPU = (fused_verify_lines, gpu_attention_lines, gpu_anchor_lines, loss_lines)
 
 
 def main() -> None:

@@ -34,8 +34,9 @@ def anchor_attention(
     they are the last slots'. Any order of the blocks is right; increasing anchors are fastest.
 
     `backend`: "dense" (all scores in memory) and "tiled" in XLA's operations, "xla" by the number of scores one of
-    these, "tpu" the kernel where it can take these arrays, else as "xla". "auto": "tpu" where the program is compiled
-    for a TPU, else "xla"; not for what is differentiated, which would keep for the gradient what either way needs.
+    these, "tpu" and "gpu" the kernel where it can take these arrays, else as "xla". "auto": "tpu" where the program is
+    compiled for a TPU, else "xla"; not for what is differentiated, which would keep for the gradient what either way
+    needs.
     """
     start_BxN = jnp.zeros_like(anchor_BxN) if start_BxN is None else start_BxN
     arrays = (q_BxNxKxHxD, k_context_BxSxKVxD, v_context_BxSxKVxD, k_block_BxNxKxKVxD, v_block_BxNxKxKVxD, anchor_BxN,
@@ -47,6 +48,12 @@ def anchor_attention(
         in_xla = functools.partial(
             reference.anchor_attention, scale=scale, causal=causal, window=window, from_anchor=from_anchor
         )
+    if backend == "gpu":
+        from pallas_kernels.anchor_attention import gpu  # what it imports may change with any JAX: nobody else needs it
+
+        if gpu.unsupported(q_BxNxKxHxD, k_context_BxSxKVxD):
+            return in_xla(*arrays)
+        return gpu.anchor_attention(*arrays, options)
     if backend not in ("tpu", "auto") or tpu.unsupported(q_BxNxKxHxD, k_context_BxSxKVxD):
         return in_xla(*arrays)
     kernel = functools.partial(tpu.anchor_attention, options=options)

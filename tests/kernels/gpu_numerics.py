@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu_check, noise
+from pallas_kernels.anchor_attention import gpu as anchor_gpu
 from pallas_kernels.distribution_loss import distribution_loss
 from pallas_kernels.distribution_loss import gpu as loss_gpu
 from pallas_kernels.distribution_loss import reference as loss_reference
@@ -25,6 +26,7 @@ from pallas_kernels.ragged_attention import reference as attention_reference
 from pallas_kernels.report import Model
 from tests.kernels.rounds import Sizes, assert_same, from_logits, random_round
 from tests.kernels.targets import gpu_interpreter
+from tests.kernels.test_anchor_attention_tiled import with_gradients
 from tests.kernels.test_distribution_loss import assert_same as assert_close
 from tests.kernels.test_distribution_loss import random_case as random_loss
 from tests.kernels.test_distribution_loss import value_and_gradients
@@ -175,3 +177,41 @@ def test_losses_and_gradients_are_the_references(shape, chunk, blocks, monkeypat
         alone = jax.jit(functools.partial(distribution_loss, chunk=chunk, backend="gpu"))(*case)
         alone = jax.block_until_ready(alone)
     assert_close((3 * alone[0], alone[1]), got[0], 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ anchor_attention
+
+ANCHORS = [
+    pytest.param({"length": 330, "blocks": 24}, {}, id="more steps than are under way"),
+    pytest.param({"length": 700, "blocks": 40, "slots": 7, "keys": 7, "group": 4}, {"window": 99}, id="window", **slow),
+    pytest.param({"slots": 3, "keys": 5, "group": 1, "blocks": 4}, {"causal": True}, id="more keys", **slow),
+    pytest.param({"dim": 128, "kv": 2}, {"causal": True, "window": 3}, id="causal, window, two heads", **slow),
+    pytest.param({}, {"window": 20, "from_anchor": True}, id="window from the anchor", **slow),
+]
+
+
+def anchor_case(packs=2, blocks=10, slots=4, keys=4, kv=1, group=2, dim=64, length=200):
+    """What `with_gradients` takes; of the last pack no block is kept."""
+    rng = np.random.default_rng(blocks)
+    context, own, q = (packs, length, kv, dim), (packs, blocks, keys, kv, dim), (packs, blocks, slots, kv * group, dim)
+    shapes = (q, context, context, own, own, q)
+    arrays = tuple(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    start, anchor = np.sort(rng.integers(0, length + 1, (2, packs, blocks)), axis=0).astype(np.int32)
+    keep = rng.random(anchor.shape) < 0.8
+    keep[-1] = False
+    return (arrays[0] / 4, *arrays[1:]), np.sort(anchor), keep, np.minimum(start, np.sort(anchor))
+
+
+@pytest.mark.parametrize(("shape", "mode"), ANCHORS)
+def test_training_attention_and_its_gradients_are_the_references(shape, mode):
+    arrays, *blocks = anchor_case(**shape)
+    assert anchor_gpu.unsupported(*arrays[:2]) is None
+    run = functools.partial(with_gradients, **mode)
+    want = jax.jit(functools.partial(run, backend="dense"))(tuple(a.astype(jnp.float32) for a in arrays), *blocks)
+    with gpu_interpreter():
+        got = jax.block_until_ready(jax.jit(functools.partial(run, backend="gpu"))(arrays, *blocks))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2e-2, atol=2e-2 * max(np.abs(b).max(), 1))
+    empty = ~blocks[1]
+    assert not np.any(got[0][empty]) and all(not np.any(got[i][empty]) for i in (1, 4, 5))

@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dspark_jax.decoding.engine import Engine
 from dspark_jax.decoding.round import decode_round
 from pallas_kernels import report
+from pallas_kernels.anchor_attention.report import arguments as anchor_arguments
+from pallas_kernels.anchor_attention.report import gradients as anchor_gradients
 from pallas_kernels.distribution_loss.report import arguments as loss_arguments
 from pallas_kernels.distribution_loss.report import gradients
 from pallas_kernels.fused_verify import gpu
@@ -51,6 +53,8 @@ def programs():
     for name, model in report.MODELS.items():
         arguments = loss_arguments(model.width, model.vocab, model.softcap, LOSS_ROWS)
         yield f"loss {name}", functools.partial(gradients, backend="gpu"), arguments
+    arguments, options = anchor_arguments("Qwen3-8B", 1, 512, 4096)
+    yield "anchors", functools.partial(anchor_gradients, **options, backend="gpu"), arguments
     yield "too large", too_large, (LINE,)
     yield "fused_verify, B200", gpu.row_statistics, report.row_arguments("Qwen3-8B", 8)
     target = make_target("bfloat16", vocab=256, hidden=64)

@@ -57,6 +57,14 @@ def test_the_loss_compiles_at_full_size(model, arrays):
 
 
 @needs_gpu_compiler
+def test_training_attention_compiles_at_full_size():
+    """With gradients; and keeps nothing beside sums of a block's own keys and the queries in another order."""
+    program = gpu_programs()["anchors"]
+    assert program["kernel"] and not program["spills"]
+    assert program["bytes"] < 5 * 512 * 7 * 32 * 128 * 2
+
+
+@needs_gpu_compiler
 def test_the_compiler_knows_the_card():
     assert "shared memory" in gpu_programs()["too large"]["error"]
 
@@ -81,6 +89,8 @@ def test_the_check_compares_and_times():
     line = gpu_check.check_attention(shapes, options, "xla")
     assert line["right"] and line["seconds"]["kernel"] > 0
     line = gpu_check.check_loss(Model(32, 256, 8.0, False), 20, 8, "xla")
+    assert line["right"] and line["seconds"]["kernel"] > 0
+    line = gpu_check.check_anchors(4, 60, "xla")
     assert line["right"] and line["seconds"]["kernel"] > 0
 
 
