@@ -35,6 +35,8 @@ def unsupported(speech: Speech) -> str | None:
     """Why this kernel cannot draw from these logits; None when it can. The head's factor has their dtype."""
     (_, requests, vocab), rank = speech.base_KxRxVd.shape, speech.correction_Vdxr.shape[1]
     dtypes = speech.base_KxRxVd.dtype, speech.correction_Vdxr.dtype
+    if requests == 1:
+        return "of one request XLA moves fewer bytes: here it would be copied as eight"
     if requests > READERS * REQUESTS:
         return f"{requests} requests are more than {READERS * REQUESTS}"
     if any(dtype != jnp.bfloat16 for dtype in dtypes):
