@@ -1,7 +1,7 @@
 """Runs every GPU kernel on the Hopper that is here: `python -m pallas_kernels.gpu_check [--json=FILE]`.
 
-Each is compared with its reference, fused_verify and markov_sampler on logits that are exact in any order of summation, and timed against
-XLA's version and against the floor, the time in which the card's memory delivers what must be read.
+Each is compared with its reference, fused_verify and markov_sampler on logits that are exact in any order of summation,
+and timed against XLA's version and against the floor, the time in which the card's memory delivers what must be read.
 """
 
 import argparse
@@ -123,7 +123,10 @@ def check_sampler(shapes: tuple[Any, ...], backend: str) -> dict[str, Any]:
     for name, way in zip(("xla", "kernel"), sampler_report.ways(backend), strict=True):
         seconds[name], out[name] = timed(jax.jit(way), speech, *asked)
     (token, log_q), (want, want_log_q, _) = out["kernel"], out["xla"]
-    found = {"largest_error": float(jnp.max(jnp.abs(log_q - want_log_q))), "same_tokens": float(jnp.mean(token == want))}
+    found = {
+        "largest_error": float(jnp.max(jnp.abs(log_q - want_log_q))),
+        "same_tokens": float(jnp.mean(token == want)),
+    }
     right = found["largest_error"] < TOLERANCE and found["same_tokens"] == 1
     return {"right": right, **found, "seconds": seconds | {"floor": seconds_to_read(base[0], correction)}}
 

@@ -175,7 +175,9 @@ def sampler_lines(chip: str) -> Iterator[Line]:
 
 
 def gpu_sampler_lines(chip: str) -> Iterator[Line]:
-    """Temporary bytes are a block's, moved bytes one draft's: of a loop XLA's account reads the tables of heads whole."""
+    """Temporary bytes are a block's, moved bytes one draft's alone: in a loop XLA's account takes a gather for a read
+    of the whole table.
+    """
     for name, vocab, requests in sampler_report.SIZES:
         shapes = sampler_report.arguments(requests, vocab, sampler_report.RANK)
         temporary = sampler_report.temporaries(sampler_report.block_programs(compile_gpu, chip, shapes, "gpu"))

@@ -38,8 +38,9 @@ def draw_draft(
     """Draft k of every request: argmax of (base + factor · correction) / temperature, plus noise where `noisy_R`.
 
     `temperature_R`: above 0, or 1 without noise. `key_R`: of the noise, which goes by target ids. Tokens are those that
-    the engine picks from logits in memory, but for ties within rounding. `backend`: "tpu", "gpu" (a Hopper; what
-    `gpu.unsupported` lets through) or "xla". On a mesh that is set (`jax.set_mesh`) each device looks at its own words, and five numbers of each request are what they exchange.
+    the engine picks from logits in memory, but for ties within rounding. `backend`: "tpu", "gpu" (a Hopper, for what
+    `gpu.unsupported` lets through) or "xla". On a mesh that is set (`jax.set_mesh`) each device looks at its own words,
+    and five numbers of each request are what they exchange.
     """
     best = _best_draft(backend)
     asked, axes = (k, factor_Rxr, temperature_R, noisy_R, key_R), dividing(len(speech.token_ids_Vd))

@@ -1,12 +1,14 @@
 """One draft of every request on a Hopper GPU: base logits and table are read once; no logits leave the chip's memory.
 
-Thread blocks deal the vocabulary's tiles out among them. In each the last warpgroup copies, and the others, the readers,
-make the logits of a tile for 16 requests each and take them into their statistics. Words are the rows of the matrix
-instruction, whose number is fixed, and requests its columns: so no noise, which costs more than all else, is made for
-rows that nobody asked for. Where requests leave readers over, these take tiles in turn.
+Thread blocks deal the vocabulary's tiles out among them. In each the last warpgroup copies, and the others, the
+readers, make the logits of a tile for 16 requests each and take them into what they know of the best. Words are the
+rows of the matrix instruction, of which there are always 64, and requests its columns: so noise, which costs more
+arithmetic than all else, is made for hardly more requests than there are. Where these leave readers over, several of
+them take the tiles of the same requests in turn.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from pallas_kernels.noise import Key
 WORDS = 64  # of a tile: the rows of a warpgroup's matrix instruction
 REQUESTS = 16  # of a reader
 READERS = 4  # warpgroups of a block, beside the one that copies
-EIGHT = 8  # requests are copied by the eight
+ROWS = 8  # requests are copied in such numbers: of a swizzled tile
 WIDTH = 64  # of a factor's part that swizzles as one: 128 bytes
 MAX_RANK = 256  # of which STEPS tiles fit the shared memory
 STEPS = 4  # tiles on their way
@@ -53,7 +55,7 @@ def best_draft(
 ) -> Best:
     """As the reference, in float32, for what `unsupported` lets through."""
     requests = len(factor_Rxr)
-    if missing := -requests % EIGHT:  # of few requests a draft's base logits are few bytes
+    if missing := -requests % ROWS:  # a copy of one draft's base logits, which are few where requests are
         own = jax.lax.dynamic_slice_in_dim(speech.base_KxRxVd, k, 1)
         speech, k = speech.replace(base_KxRxVd=jnp.pad(own, ((0, 0), (0, missing), (0, 0)))), jnp.int32(0)
     groups = _groups(requests)
@@ -73,24 +75,24 @@ def best_draft(
         speech.token_ids_Vd.astype(jnp.int32),
         by_group(jnp.stack(asked, axis=1), jnp.uint32).swapaxes(1, 2),
     ))  # fmt: skip
-    return jax.tree.map(lambda a: a[:requests], _joined(jax.tree.map(lambda a: a.reshape(len(a), -1), each)))
+    return jax.tree.map(lambda a: a[:requests], join(jax.tree.map(lambda a: a.reshape(len(a), -1), each)))
 
 
 def copied_bytes(speech: Speech) -> int:
     """What the blocks copy for a draft, from memory or from the cache before it, and what they leave."""
     (_, requests, vocab), rank = speech.base_KxRxVd.shape, speech.correction_Vdxr.shape[1]
     groups, splits = _groups(requests), min(SPLITS, vocab // WORDS)
-    tiles = vocab * ((rank + requests + -requests % EIGHT) * 2 + 4)
+    tiles = vocab * ((rank + requests + -requests % ROWS) * 2 + 4)
     return tiles + splits * (groups * REQUESTS * rank * 2 + READERS * REQUESTS * 5 * 4)
 
 
 def _groups(requests: int) -> int:
-    """Into which requests are divided: a divisor of the readers."""
+    """Of requests: a divisor of the readers."""
     return 1 << (pl.cdiv(requests, REQUESTS) - 1).bit_length()
 
 
-def _over_vocabulary(speech: Speech, groups: int, splits: int):
-    """The kernel: what each reader has found of each group of requests, `[S, G, REQUESTS]`, as `Best` has it."""
+def _over_vocabulary(speech: Speech, groups: int, splits: int) -> Callable[..., list[jax.Array]]:
+    """The kernel: `Best` of each reader's words, `[S, G, REQUESTS]`."""
     parts, rank = READERS // groups, speech.correction_Vdxr.shape[1]
     swizzled = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
     each = (splits * parts, groups, REQUESTS)
@@ -123,8 +125,7 @@ def _kernel(
 ):  # fmt: skip
     """One block: its tiles of the vocabulary for all requests."""
     warpgroup, split, splits = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split"), jax.lax.axis_size("split")
-    parts, copied = READERS // groups, base_ref.shape[1]
-    shape = WORDS, REQUESTS
+    parts, copied, shape = READERS // groups, base_ref.shape[1], (WORDS, REQUESTS)
     num_tiles = jax.lax.div(len(token_ids_ref) // WORDS - split + (splits - 1), splits)
 
     def first_word(i: jax.Array) -> jax.Array:
@@ -132,7 +133,7 @@ def _kernel(
 
     @pl.when(warpgroup == READERS)
     def copy():
-        plgpu.set_max_registers(32, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")  # all start with 96
         plgpu.copy_gmem_to_smem(factor_ref, factor_smem, requests)
         plgpu.copy_gmem_to_smem(asked_ref, asked_smem, requests)
 
@@ -171,9 +172,9 @@ def _kernel(
             i = part + j * parts
             slot = jax.lax.rem(i, STEPS)
             plgpu.barrier_wait(loaded.at[slot])
-
             ids = jax.lax.broadcast_in_dim(ids_smem[slot], shape, (0,))
-            noise = jax.lax.cond(any_noisy, lambda: gumbel((asked(KEY), asked(KEY + 1)), ids), lambda: jnp.zeros(shape, jnp.float32))
+            silence = functools.partial(jnp.zeros, shape, jnp.float32)
+            noise = jax.lax.cond(any_noisy, lambda: gumbel((asked(KEY), asked(KEY + 1)), ids), silence)
 
             def product(acc_ref):
                 plgpu.wgmma(acc_ref, correction_smem.at[slot], plgpu.transpose_ref(factor_smem.at[group], (1, 0)))
@@ -186,29 +187,30 @@ def _kernel(
             plgpu.barrier_arrive(taken.at[slot])
             # Rounded where XLA's operations round: the same ties, and the same tokens, on either path.
             logit = (base + bias).astype(jnp.bfloat16).astype(jnp.float32)
-            warped = jnp.where(ids < num_tokens, logit * jax.lax.bitcast_convert_type(asked(INVERSE), jnp.float32), -jnp.inf)
-            return _taken(best, warped, jnp.where(asked(NOISY) != 0, warped + noise, warped), first_word(i) + row)
+            inverse = jax.lax.bitcast_convert_type(asked(INVERSE), jnp.float32)
+            warped = jnp.where(ids < num_tokens, logit * inverse, -jnp.inf)
+            return take(best, warped, jnp.where(asked(NOISY) != 0, warped + noise, warped), first_word(i) + row)
 
-        best = jax.lax.fori_loop(0, jax.lax.div(num_tiles - part + (parts - 1), parts), one_tile, _nothing(shape))
+        best = jax.lax.fori_loop(0, jax.lax.div(num_tiles - part + (parts - 1), parts), one_tile, nothing(shape))
 
         # One reader after the other: Mosaic lends all of them the same memory to reduce in.
         @pl.when(warpgroup > 0)
         def _():
             plgpu.barrier_wait(joined.at[warpgroup - 1])
 
-        best = _joined(best)
+        best = join(best)
         plgpu.barrier_arrive(joined.at[warpgroup])
         for ref, value in zip(out_refs, jax.tree.leaves(best), strict=True):
             ref[split * parts + part, group] = value
 
 
-def _nothing(shape: tuple[int, ...]) -> Best:
+def nothing(shape: tuple[int, ...]) -> Best:
     """Before any word. The peak is finite: what it is compared with may be -inf."""
     full = lambda value: jnp.full(shape, value, jnp.float32)  # noqa: E731
     return Best(full(-jnp.inf), jnp.zeros(shape, jnp.int32), full(-jnp.inf), full(LOWEST), full(0))
 
 
-def _taken(best: Best, warped: jax.Array, score: jax.Array, index: jax.Array) -> Best:
+def take(best: Best, warped: jax.Array, score: jax.Array, index: jax.Array) -> Best:
     """One more word for every entry."""
     better = score > best.score_R  # of equal scores the first, as everywhere
     # Of the two terms, the old sum and the new word, the one with the higher peak has weight 1: one exponential.
@@ -223,7 +225,7 @@ def _taken(best: Best, warped: jax.Array, score: jax.Array, index: jax.Array) ->
     )
 
 
-def _joined(each: Best) -> Best:
+def join(each: Best) -> Best:
     """The best of what lies along the first axis, and the sum of all."""
     shape = each.score_R.shape
     score, peak = jnp.max(each.score_R, axis=0), jnp.max(each.peak_R, axis=0)
@@ -231,7 +233,8 @@ def _joined(each: Best) -> Best:
     index = jnp.min(jnp.where(best, each.index_R, LAST), axis=0)
     best &= each.index_R == _of_columns(index, shape)
     logit = jnp.max(jnp.where(best, each.logit_R, -jnp.inf), axis=0)
-    return Best(score, index, logit, peak, jnp.sum(each.total_R * jnp.exp(each.peak_R - _of_columns(peak, shape)), axis=0))
+    total = jnp.sum(each.total_R * jnp.exp(each.peak_R - _of_columns(peak, shape)), axis=0)
+    return Best(score, index, logit, peak, total)
 
 
 def _of_columns(a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
