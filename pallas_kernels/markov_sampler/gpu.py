@@ -184,6 +184,7 @@ def _kernel(
             own = plgpu.transpose_ref(base_smem.at[slot, pl.ds(group * REQUESTS, REQUESTS)], (1, 0))
             base = plgpu.layout_cast(own[...], plgpu.Layout.WGMMA_TRANSPOSED)
             base = plgpu.layout_cast(base, plgpu.Layout.WGMMA).astype(jnp.float32)
+            plgpu.commit_smem()  # what registers read, before copies write it
             plgpu.barrier_arrive(taken.at[slot])
             # Rounded where XLA's operations round: the same ties, and the same tokens, on either path.
             logit = (base + bias).astype(jnp.bfloat16).astype(jnp.float32)

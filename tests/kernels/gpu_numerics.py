@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decoding.sampling import SamplingParams
 from pallas_kernels import gpu_check, noise
 from pallas_kernels.fused_verify import Head, Query, RowStatistics, fused_verify
 from pallas_kernels.fused_verify import gpu as verify_gpu
@@ -21,7 +20,6 @@ from pallas_kernels.ragged_attention import gpu as attention_gpu
 from pallas_kernels.ragged_attention import ragged_rows
 from pallas_kernels.ragged_attention import reference as attention_reference
 from pallas_kernels.report import Model
-from tests.decoding.conftest import make_drafter, make_target, proposals_after
 from tests.kernels.rounds import Sizes, assert_same, from_logits, random_round
 from tests.kernels.targets import gpu_interpreter
 from tests.kernels.test_markov_sampler_tpu import draw, random_asked
@@ -183,18 +181,3 @@ def test_without_noise_none_is_made(monkeypatch):
     with gpu_interpreter():
         got = jax.block_until_ready(draw(*asked, backend="gpu"))
     np.testing.assert_array_equal(got.index_R, want.index_R)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_blocks_drawn_by_the_kernel_are_those_of_logits_in_memory(temperature, monkeypatch):
-    """With a whole drafter in bfloat16."""
-    monkeypatch.setattr(sampler_gpu, "SPLITS", 2)
-    target = make_target("bfloat16", vocab=256, hidden=64)
-    params = SamplingParams(temperature=temperature, seed=7)
-    asked = target, make_drafter(target), [3, 1, 4, 1, 5, 9, 2, 6], [2, 5, 8], params, "rejection"
-    want = proposals_after(*asked)
-    with gpu_interpreter():
-        got = proposals_after(*asked, "gpu")
-    np.testing.assert_array_equal(got.token_RxK, want.token_RxK)
-    np.testing.assert_allclose(got.log_q_RxK, want.log_q_RxK, rtol=2e-2, atol=2e-2)
