@@ -1,7 +1,7 @@
 """Runs every GPU kernel on the Hopper that is here: `python -m pallas_kernels.gpu_check [--json=FILE]`.
 
-Each is compared with its reference, fused_verify on logits that are exact in any order of summation, and timed against
-XLA's version and against the floor, the time in which the card's memory delivers what must be read.
+Each is compared with its reference, fused_verify and markov_sampler on logits that are exact in any order of summation,
+and timed against XLA's version and against the floor, the time in which the card's memory delivers what must be read.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from pallas_kernels.distribution_loss.reference import capped_logits
 from pallas_kernels.distribution_loss.report import RANK, gradients
 from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head, Query, row_statistics
+from pallas_kernels.markov_sampler import report as sampler_report
 from pallas_kernels.ragged_attention import Prefix
 from pallas_kernels.ragged_attention.report import SHAPES, attend
 from pallas_kernels.ragged_attention.report import arguments as attention_arguments
@@ -68,6 +69,9 @@ def checks() -> Iterator[dict[str, Any]]:
         yield {"case": f"distribution_loss {name} M={count}"} | check_loss(model, count, RANK, "gpu")
     for blocks, length in ((512, 4096), (100, 1000)):
         yield {"case": f"anchor_attention Qwen3-8B N={blocks} S={length}"} | check_anchors(blocks, length, "gpu")
+    for name, vocab, requests in sampler_report.SIZES:
+        shapes = sampler_report.arguments(requests, vocab, sampler_report.RANK)
+        yield {"case": f"markov_sampler {name} R={requests}"} | check_sampler(shapes, "gpu")
 
 
 def check_fused_verify(model: Model, requests: int, backend: str) -> dict[str, Any]:
@@ -159,6 +163,28 @@ def check_anchors(blocks: int, length: int, backend: str) -> dict[str, Any]:
     error = max(jax.tree.leaves(jax.tree.map(difference, out["kernel"], want)))
     floor = seconds_to_read(*arrays)
     return {"right": error < ROUNDING, "largest_error": error, "seconds": seconds | {"floor": floor}}
+
+
+def check_sampler(shapes: tuple[Any, ...], backend: str) -> dict[str, Any]:
+    """A draft of every request, by the kernel and from logits in memory; half of them get noise."""
+    rng = np.random.default_rng(0)
+    speech, _, factor, *_ = shapes
+    drafts, requests, _ = speech.base_KxRxVd.shape
+    base, correction = exact(rng, speech.base_KxRxVd.shape) * 8, exact(rng, speech.correction_Vdxr.shape)
+    speech = speech.replace(base_KxRxVd=base, correction_Vdxr=correction, token_ids_Vd=jnp.arange(len(correction)))
+    few = jnp.arange(factor.shape[1]) < 4  # whose products' sums bfloat16 holds
+    query = random_query(rng, requests, speech.num_tokens)
+    asked = jnp.int32(drafts - 1), exact(rng, factor.shape) * few, query.temperature_N, query.noisy_N, query.key_N
+    seconds, out = {}, {}
+    for name, way in zip(("xla", "kernel"), sampler_report.ways(backend), strict=True):
+        seconds[name], out[name] = timed(jax.jit(way), speech, *asked)
+    (token, log_q), (want, want_log_q, _) = out["kernel"], out["xla"]
+    found = {
+        "largest_error": float(jnp.max(jnp.abs(log_q - want_log_q))),
+        "same_tokens": float(jnp.mean(token == want)),
+    }
+    right = found["largest_error"] < TOLERANCE and found["same_tokens"] == 1
+    return {"right": right, **found, "seconds": seconds | {"floor": seconds_to_read(base[0], correction)}}
 
 
 def compare_statistics(hidden_NxH: jax.Array, head: Head, query: Query, backend: str) -> dict[str, float]:

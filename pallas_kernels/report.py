@@ -30,7 +30,8 @@ from pallas_kernels.draft_law import Written
 from pallas_kernels.fused_verify import Drafts, Head, Query, fused_verify
 from pallas_kernels.fused_verify import gpu as verify_gpu
 from pallas_kernels.fused_verify.verify import from_candidates
-from pallas_kernels.markov_sampler.report import markov_sampler_lines
+from pallas_kernels.markov_sampler import gpu as sampler_gpu
+from pallas_kernels.markov_sampler import report as sampler_report
 from pallas_kernels.ragged_attention import gpu as attention_gpu
 from pallas_kernels.ragged_attention import ragged_rows
 from pallas_kernels.ragged_attention.report import SHAPES, attend, ragged_attention_lines
@@ -176,8 +177,21 @@ def gpu_attention_lines(chip: str, context: int = 2048) -> Iterator[Line]:
 
 
 def sampler_lines(chip: str) -> Iterator[Line]:
-    for op, shape, temporary, moved in markov_sampler_lines(compile_tpu, chip):
+    for op, shape, temporary, moved in sampler_report.markov_sampler_lines(compile_tpu, chip):
         yield Line(op, shape, chip, temporary, moved)
+
+
+def gpu_sampler_lines(chip: str) -> Iterator[Line]:
+    """Temporary bytes are a block's, moved bytes one draft's alone: in a loop XLA's account takes a gather for a read
+    of the whole table.
+    """
+    for name, vocab, requests in sampler_report.SIZES:
+        shapes = sampler_report.arguments(requests, vocab, sampler_report.RANK)
+        temporary = sampler_report.temporaries(sampler_report.block_programs(compile_gpu, chip, shapes, "gpu"))
+        moved, by_kernel = moved_bytes(*(compile_gpu(chip, way, *shapes) for way in sampler_report.ways("gpu")))
+        by_kernel += sampler_gpu.copied_bytes(shapes[0])
+        shape = f"{name} R={requests} r={sampler_report.RANK}"
+        yield Line("markov_sampler", shape, chip, temporary, (moved, by_kernel))
 
 
 def anchor_lines(chip: str) -> Iterator[Line]:
@@ -231,7 +245,7 @@ def whole_lines(chip: str) -> Iterator[str]:
 OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (
     fused_verify_lines, sampler_lines, attention_lines, anchor_lines, loss_lines,
 )  # fmt: skip
-ON_GPU = (fused_verify_lines, gpu_attention_lines, gpu_anchor_lines, loss_lines)
+ON_GPU = (fused_verify_lines, gpu_sampler_lines, gpu_attention_lines, gpu_anchor_lines, loss_lines)
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def propose(
     `carry`: what the drafter keeps of each slot's last committed row (`module.carry`). `adjust(logits, drafted)`: what
     the requests change in the logits of a step, given the tokens drafted before it (`[R, K]`, -1 for those to come).
     `num_words`: target ids from there on are never drafted. `attention`: backend of `ragged_attention`. `kernels`:
-    "tpu" draws by the kernel of `markov_sampler` where it can.
+    "tpu" and "gpu" draw by the kernel of `markov_sampler` where it can.
     """
     num_words = len(borrowed.embedding_VxH) if num_words is None else num_words
     steps = begin(

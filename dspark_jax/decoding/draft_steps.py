@@ -59,7 +59,7 @@ def begin(drafting: Drafting) -> Steps:
         return _from_logits(drafting, *_eagle3(drafting))
     hidden, predicting = _block(drafting)
     state = drafting.call(DSpark.initial_state, hidden, drafting.anchor_R, drafting.borrowed)
-    if _kernel_draws(drafting):
+    if _kernel_draws(drafting, predicting):
         return _from_factors(drafting, predicting, state)
     base = drafting.call(DSpark.base_logits, predicting, drafting.borrowed)
 
@@ -92,24 +92,36 @@ def _from_logits(drafting: Drafting, forward: Forward, state: Any) -> Steps:
     return Steps(state, draw_one, Written)
 
 
-def _kernel_draws(drafting: Drafting) -> bool:
-    """Whether the kernel can draw: of all logits, with a head that is a table of factors."""
+def _kernel_draws(drafting: Drafting, predicting_RxKxH: jax.Array) -> bool:
+    """Whether a kernel can draw: of all logits, with a head that is a table of factors."""
     warp = drafting.sampling.warp
     plain = drafting.adjust is None and not (warp.sampled and warp.limited)
-    return drafting.kernels == "tpu" and plain and drafting.module.config.has_correction
+    if not (plain and drafting.module.config.has_correction):
+        return False
+    if drafting.kernels == "gpu":
+        from pallas_kernels.markov_sampler import gpu
+
+        return not gpu.unsupported(jax.eval_shape(lambda: _speech(drafting, predicting_RxKxH)))
+    return drafting.kernels == "tpu"
+
+
+def _speech(drafting: Drafting, predicting_RxKxH: jax.Array) -> Speech:
+    borrowed = drafting.borrowed
+    base = drafting.call(DSpark.base_logits, jnp.swapaxes(predicting_RxKxH, 0, 1), borrowed)
+    return Speech(base, drafting.call(DSpark.correction), borrowed.token_ids_Vd, drafting.num_words)
 
 
 def _from_factors(drafting: Drafting, predicting_RxKxH: jax.Array, state: Any) -> Steps:
     """Draws by the kernel; of the law only the head's factors are kept."""
     borrowed, temperature_R = drafting.borrowed, drafting.sampling.warp.temperature
-    base = drafting.call(DSpark.base_logits, jnp.swapaxes(predicting_RxKxH, 0, 1), borrowed)
-    speech = Speech(base, drafting.call(DSpark.correction), borrowed.token_ids_Vd, drafting.num_words)
+    speech = _speech(drafting, predicting_RxKxH)
     noisy_R = temperature_R > 0
     temperature_R = jnp.where(noisy_R, temperature_R, 1)
 
     def draw_one(k: jax.Array, state: Any, previous: jax.Array, _: jax.Array, key: Key):
         factor, confidence, state = drafting.call(DSpark.factor, k, predicting_RxKxH[:, k], state, previous, borrowed)
-        return draw_draft(speech, k, factor, temperature_R, noisy_R, key), factor, confidence, state
+        drawn = draw_draft(speech, k, factor, temperature_R, noisy_R, key, drafting.kernels)
+        return drawn, factor, confidence, state
 
     return Steps(state, draw_one, lambda factor_RxKxr: Factored(speech, factor_RxKxr, temperature_R))
 

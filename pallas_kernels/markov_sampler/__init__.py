@@ -3,6 +3,8 @@
 What makes the bias's factor of the token before is the in-block head's own business (`models/heads.py`), and small.
 """
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -36,10 +38,11 @@ def draw_draft(
     """Draft k of every request: argmax of (base + factor · correction) / temperature, plus noise where `noisy_R`.
 
     `temperature_R`: above 0, or 1 without noise. `key_R`: of the noise, which goes by target ids. Tokens are those that
-    the engine picks from logits in memory, but for ties within rounding. `backend`: "tpu" or "xla". On a mesh that is
-    set (`jax.set_mesh`) each device looks at its own words, and five numbers of each request are what they exchange.
+    the engine picks from logits in memory, but for ties within rounding. `backend`: "tpu", "gpu" (a Hopper, for what
+    `gpu.unsupported` lets through) or "xla". On a mesh that is set (`jax.set_mesh`) each device looks at its own words,
+    and five numbers of each request are what they exchange.
     """
-    best = (tpu if backend == "tpu" else reference).best_draft
+    best = _best_draft(backend)
     asked, axes = (k, factor_Rxr, temperature_R, noisy_R, key_R), dividing(len(speech.token_ids_Vd))
     if not axes:
         return _drawn(best(speech, *asked))
@@ -53,6 +56,14 @@ def draw_draft(
     # What a kernel returns says nothing of the axes over which it is the same everywhere.
     split = jax.shard_map(local, in_specs=(own_words, *(P(),) * len(asked)), out_specs=P(), check_vma=False)
     return _drawn(split(speech, *asked))
+
+
+def _best_draft(backend: str) -> Callable[..., Best]:
+    if backend == "gpu":
+        from pallas_kernels.markov_sampler import gpu  # what it imports may change with any JAX: nobody else needs it
+
+        return gpu.best_draft
+    return (tpu if backend == "tpu" else reference).best_draft
 
 
 def _of_all_words(best: Best, axes: tuple[str, ...]) -> Best:

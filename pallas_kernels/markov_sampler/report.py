@@ -1,5 +1,6 @@
 """What the kernel of the in-block loop saves: lines of `python -m pallas_kernels.report`."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +29,8 @@ def arguments(requests: int, vocab: int, rank: int) -> tuple[Any, ...]:
     return speech, array((), jnp.int32), factor, single, array((requests,), jnp.bool), (word, word)
 
 
-def by_kernel(speech: Speech, k, factor_Rxr, temperature_R, noisy_R, key_R) -> Any:
-    drawn = draw_draft(speech, k, factor_Rxr, temperature_R, noisy_R, key_R)
+def by_kernel(speech: Speech, k, factor_Rxr, temperature_R, noisy_R, key_R, backend: str = "tpu") -> Any:
+    drawn = draw_draft(speech, k, factor_Rxr, temperature_R, noisy_R, key_R, backend)
     return drawn.index_R, drawn.log_q_R
 
 
@@ -57,20 +58,35 @@ def draw_block(
     return jax.lax.scan(body, anchor_R, jnp.arange(DRAFTS))[1]
 
 
+SIZES = ("Qwen3-8B", 151_936, 16), ("Qwen3-8B", 151_936, 64), ("Gemma4-12B", 262_144, 16)
+
+
+def ways(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How a draft is drawn: from logits in memory, and by the kernel."""
+    return from_logits, functools.partial(by_kernel, backend=backend)
+
+
+def block_programs(
+    compile_for: Callable[..., jax.stages.Compiled], chip: str, shapes: tuple[Any, ...], backend: str
+) -> list[jax.stages.Compiled]:
+    """Both ways to draw a block, of which `shapes` are a draft's."""
+    speech, _, _, temperature, noisy, key = shapes
+    anchor, table = jax.ShapeDtypeStruct(temperature.shape, jnp.int32), speech.correction_Vdxr
+    asked = speech, table, anchor, temperature, noisy, key
+    return [compile_for(chip, draw_block, *asked, draw=draw) for draw in ways(backend)]
+
+
+def temporaries(programs: list[jax.stages.Compiled]) -> tuple[int, ...]:
+    """Bytes of a block, with the logits that verification will need."""
+    sizes = [program.memory_analysis() for program in programs]
+    return tuple(size.temp_size_in_bytes + size.output_size_in_bytes for size in sizes)
+
+
 def markov_sampler_lines(
     compile_tpu: Callable[..., jax.stages.Compiled], chip: str
 ) -> Iterator[tuple[str, str, tuple[int, ...], tuple[float, ...]]]:
-    """Operation, size, and bytes before and after.
-
-    Temporary bytes are a block's, with the logits that verification will need. Moved bytes are one draft's, since
-    XLA's account has a loop's body once.
-    """
-    for name, vocab, requests in (("Qwen3-8B", 151_936, 16), ("Qwen3-8B", 151_936, 64), ("Gemma4-12B", 262_144, 16)):
-        speech, _, _, temperature, noisy, key = arguments(requests, vocab, RANK)
-        anchor, table = jax.ShapeDtypeStruct((requests,), jnp.int32), speech.correction_Vdxr
-        shapes = speech, table, anchor, temperature, noisy, key
-        programs = [compile_tpu(chip, draw_block, *shapes, draw=draw) for draw in (from_logits, by_kernel)]
-        sizes = [program.memory_analysis() for program in programs]
-        temporary = tuple(size.temp_size_in_bytes + size.output_size_in_bytes for size in sizes)
+    """Operation, size, and bytes before and after. Moved are one draft's: XLA's account has a loop's body once."""
+    for name, vocab, requests in SIZES:
+        programs = block_programs(compile_tpu, chip, arguments(requests, vocab, RANK), "tpu")
         moved = tuple(program.cost_analysis()["bytes accessed"] for program in programs)
-        yield "markov_sampler", f"{name} R={requests} r={RANK}", temporary, moved
+        yield "markov_sampler", f"{name} R={requests} r={RANK}", temporaries(programs), moved

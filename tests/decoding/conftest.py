@@ -175,7 +175,7 @@ def proposals_after(
     size, slots = -(-len(tokens) // 64) * 64, -(-len(lengths) // 32) * 32
     padded = jnp.asarray([*tokens, *[0] * (size - len(tokens))], jnp.int32)
     length = jnp.asarray([*lengths, *[lengths[-1]] * (slots - len(lengths))], jnp.int32)
-    one = SlotSampling.of(params, params.seed or 0, (), 1)
+    one = SlotSampling.of(params, params.seed or 0, (), 1, params.sampled, params.limited)
     sampling = jax.tree.map(lambda a: np.repeat(np.asarray(a)[None], slots, axis=0), one)
     out = _propose_after(
         target.with_taps(drafter.config.tap_layers).module, drafter.module, sampler, kernels, target.params,

@@ -59,6 +59,13 @@ def test_blocks_drawn_by_the_kernel_are_those_of_logits_in_memory(tiny_target, d
             np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-5)
 
 
+def test_what_the_gpu_kernel_does_not_take_is_drawn_from_logits(models, drafts_after):
+    """Here a float32 drafter. Its kernel would not run on a CPU."""
+    asked = *models, [3, 1, 4, 1, 5, 9, 2, 6], [2, 5, 8], SamplingParams(seed=7), "rejection"
+    want, got = drafts_after(*asked), drafts_after(*asked, "gpu")
+    np.testing.assert_array_equal(got.token_RxK, want.token_RxK)
+
+
 @needs_libtpu
 @pytest.mark.parametrize(
     ("kernels", "top_logprobs", "held"),

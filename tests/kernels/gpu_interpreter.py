@@ -1,5 +1,6 @@
-"""Pallas' interpreter of GPU kernels, which JAX 0.10 has and does not show yet; there it lacks two things."""
+"""Pallas' interpreter of GPU kernels, which JAX 0.10 has and does not show yet; there it lacks three things."""
 
+import inspect
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ def interpret_params() -> Any:
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     _teach_transposes()
+    _teach_layouts()
     _compile_once()
     return InterpretGPUParams(detect_races=True)
 
@@ -23,14 +25,15 @@ class _Transposed(tuple):
 
 
 def _teach_transposes() -> None:
-    """It cannot read a matrix operand that is given transposed."""
+    """It cannot read what is given transposed, be it a matrix product's operand or an array."""
     from jax._src.pallas.mosaic.interpret import utils
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory as Memory
     from jax._src.state.types import TransposeTransform
 
     if hasattr(utils.to_range, "taught"):
         return
-    to_range, get = utils.to_range, Memory.get_buffer_content
+    to_range, get, read = utils.to_range, Memory.get_buffer_content, gpu_callbacks._get
 
     def taught_range(transforms: Any) -> Any:
         if transforms and isinstance(transforms[-1], TransposeTransform):
@@ -41,8 +44,25 @@ def _teach_transposes() -> None:
         content, *rest = get(self, key, rnge, *args, **kwargs)
         return (content.T if isinstance(rnge, _Transposed) else content, *rest)
 
+    def taught_read(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(read).bind(*args, **kwargs)
+        transforms = gpu_callbacks._remove_noop_transforms(given.arguments["transforms"])
+        if not transforms or not isinstance(transforms[-1], TransposeTransform):
+            return read(*args, **kwargs)
+        given.arguments["transforms"] = transforms[:-1]
+        token, content = read(*given.args, **given.kwargs)
+        return token, content.T
+
     taught_range.taught = True
-    utils.to_range, Memory.get_buffer_content = taught_range, taught_get
+    utils.to_range, Memory.get_buffer_content, gpu_callbacks._get = taught_range, taught_get, taught_read
+
+
+def _teach_layouts() -> None:
+    """It does not know that an array's layout changes nothing of it."""
+    from jax._src.pallas.mosaic_gpu.core import layout_cast_p
+    from jax.interpreters import mlir
+
+    mlir.register_lowering(layout_cast_p, lambda ctx, x, **_: [x])
 
 
 def _compile_once() -> None:

@@ -20,6 +20,7 @@ from pallas_kernels.distribution_loss.chunks import Trained
 from pallas_kernels.fused_verify import Head, Query, RowStatistics, fused_verify
 from pallas_kernels.fused_verify import gpu as verify_gpu
 from pallas_kernels.fused_verify import reference as verify_reference
+from pallas_kernels.markov_sampler import gpu as sampler_gpu
 from pallas_kernels.ragged_attention import gpu as attention_gpu
 from pallas_kernels.ragged_attention import ragged_rows
 from pallas_kernels.ragged_attention import reference as attention_reference
@@ -30,6 +31,7 @@ from tests.kernels.test_anchor_attention_tiled import with_gradients
 from tests.kernels.test_distribution_loss import assert_same as assert_close
 from tests.kernels.test_distribution_loss import random_case as random_loss
 from tests.kernels.test_distribution_loss import value_and_gradients
+from tests.kernels.test_markov_sampler_tpu import draw, random_asked
 from tests.kernels.test_ragged_attention_tpu import WIDTH, arrays
 
 # ---------------------------------------------------------------------------------------------------- fused_verify
@@ -215,3 +217,42 @@ def test_training_attention_and_its_gradients_are_the_references(shape, mode):
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2e-2, atol=2e-2 * max(np.abs(b).max(), 1))
     empty = ~blocks[1]
     assert not np.any(got[0][empty]) and all(not np.any(got[i][empty]) for i in (1, 4, 5))
+
+
+# -------------------------------------------------------------------------------------------------- markov_sampler
+
+# Requests, drafts, draft vocabulary, rank, target tokens per draft token, words without a token, dtype; and blocks.
+DRAWS = [
+    pytest.param((5, 2, 704, 64, 3, 40, "bfloat16"), 2, id="readers take turns, requests are padded"),
+    pytest.param((40, 3, 448, 128, 1, 0, "bfloat16"), 1, id="four groups, more tiles than are under way", **slow),
+    pytest.param((24, 1, 192, 256, 2, 130, "bfloat16"), 132, id="tiles that stand for no token", **slow),
+]
+
+
+@pytest.mark.parametrize(("sizes", "blocks"), DRAWS)
+def test_drafts_are_the_references(sizes, blocks, monkeypatch):
+    """With logits that are exact, of which many are equal: of those the first is drawn."""
+    monkeypatch.setattr(sampler_gpu, "SPLITS", blocks)
+    asked = random_asked(np.random.default_rng(0), sizes)
+    assert sampler_gpu.unsupported(asked[0]) is None
+    want = draw(*asked, backend="xla")
+    with gpu_interpreter():
+        got = jax.block_until_ready(draw(*asked, backend="gpu"))
+    np.testing.assert_array_equal(got.index_R, want.index_R)
+    np.testing.assert_allclose(got.log_q_R, want.log_q_R, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(got.log_largest_R, want.log_largest_R, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_without_noise_none_is_made(monkeypatch):
+    """A greedy group among noisy ones."""
+    monkeypatch.setattr(sampler_gpu, "SPLITS", 2)
+    speech, k, factor, temperature, noisy, key = random_asked(
+        np.random.default_rng(1), (32, 1, 256, 64, 1, 0, "bfloat16")
+    )
+    noisy &= jnp.arange(32) >= 16
+    asked = speech, k, factor, jnp.where(noisy, temperature, 1), noisy, key
+    want = draw(*asked, backend="xla")
+    with gpu_interpreter():
+        got = jax.block_until_ready(draw(*asked, backend="gpu"))
+    np.testing.assert_array_equal(got.index_R, want.index_R)

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import gpu_check
 from pallas_kernels.distribution_loss.chunks import chunk_rows
+from pallas_kernels.markov_sampler import report as sampler_report
 from pallas_kernels.ragged_attention.report import arguments as attention_arguments
 from pallas_kernels.report import MODELS, Model
 from tests.kernels.gpu_programs import LOSS_ROWS, ROWS
@@ -76,8 +77,18 @@ def test_a_blackwell_lacks_the_matrix_instructions():
 
 
 @needs_gpu_compiler
-def test_the_round_of_a_hopper_holds_the_kernel():
-    assert gpu_programs()["round"]["kernel"]
+@pytest.mark.parametrize(("model", "vocab", "requests"), sampler_report.SIZES)
+def test_markov_sampler_compiles_at_full_size(model, vocab, requests):
+    """And holds no logits of a draft."""
+    program = gpu_programs()[f"markov_sampler {model} {requests}"]
+    assert program["held"] == ["markov_sampler"] and not program["spills"]
+    assert program["bytes"] < requests * vocab * 2 / 2
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("drafts", "held"), [(0, ["fused_verify"]), (2, ["fused_verify", "markov_sampler"])])
+def test_the_round_of_a_hopper_holds_the_kernels(drafts, held):
+    assert gpu_programs()[f"round of {drafts} drafts"]["held"] == held
 
 
 def test_the_check_compares_and_times():
@@ -91,6 +102,8 @@ def test_the_check_compares_and_times():
     line = gpu_check.check_loss(Model(32, 256, 8.0, False), 20, 8, "xla")
     assert line["right"] and line["seconds"]["kernel"] > 0
     line = gpu_check.check_anchors(4, 60, "xla")
+    assert line["right"] and line["seconds"]["kernel"] > 0
+    line = gpu_check.check_sampler(sampler_report.arguments(3, 640, 64), "xla")
     assert line["right"] and line["seconds"]["kernel"] > 0
 
 
