@@ -32,6 +32,14 @@ test-newest: .venv-newest/installed
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 
+# What compiles for GPUs that are not here, in a directory where only its tests look (docs/kernels.md).
+define gpu-compiler
+@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	version=$$($(1)/bin/python -c 'import jax; print(jax.__version__)') && \
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target=$(1)/gpu-compiler \
+		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12==12.9.86; fi
+endef
+
 .venv/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv .venv || { echo "python3 -m venv failed: on Debian, apt install python3-venv"; rm -rf .venv; exit 1; }
@@ -42,11 +50,7 @@ lint: .venv/installed-test
 
 .venv/installed-test: requirements-test.txt .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
-	@# What compiles for GPUs that are not here, in a directory where only its tests look (docs/kernels.md).
-	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
-		version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target=.venv/gpu-compiler \
-			jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12==12.9.86; fi
+	$(call gpu-compiler,.venv)
 	touch $@
 
 .venv-interop/installed: requirements.txt requirements-test.txt requirements-interop.txt
@@ -60,6 +64,7 @@ lint: .venv/installed-test
 	@# Without PyTorch, which these tests do not need and whose release for the rest has no CPU wheel for every Python.
 	grep -v -E '^(-r|torch|transformers|accelerate)' requirements-test.txt > .venv-newest/test.txt
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r .venv-newest/test.txt
+	$(call gpu-compiler,.venv-newest)
 	touch $@
 
 clean:

@@ -1,11 +1,15 @@
-"""The next drafter of SmolLM2-135M-Instruct: the shipped one trained on, on more answers of maths, code and chat alike.
+"""The shipped drafter of SmolLM2-135M-Instruct trained on, on more answers of maths, code and chat alike.
 
     mkdir -p runs; cp -r data/smollm2_135m_more runs/    # with the answers that are there already
     python -m dspark_jax prepare answers --config=configs/smollm2_135m_more.py
     python train.py --config=configs/smollm2_135m_more.py
 
-Not trained yet. The target wrote the prompts itself, from the openings below; none shares 13 words in a row with an
-evaluation set (`data.keep_out`). `--config.data.prompts="" --config.seed=2 --config.workdir=runs/other` writes others.
+The shipped drafter had 600 steps of this on the first 496 answers: 1.98 expected tokens per round on answers held out,
+1.85 after 100 steps. It took `--config.train.steps=600 --config.train.validate_every=100 --config.data.validation=0.04
+--config.data.answers=data/smollm2_135m_more/answers.jsonl`. What is answered after those waits for the next one.
+
+The target wrote the prompts itself, from the openings below; none shares 13 words in a row with an evaluation set
+(`data.keep_out`). `--config.data.prompts="" --config.seed=2 --config.workdir=runs/other` writes others.
 """
 
 from ml_collections import ConfigDict

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-FEW = 32  # rows up to which a product costs its matrix; beyond, the operations count and XLA's order is as good
+FEW = 128  # rows up to which matrices on the left are faster
 CACHED = 2**24  # parameters; a model of no more is not worth a second copy and the longer compilation
 
 

@@ -120,8 +120,8 @@ class DecoderLayer(nn.Module):
     def context_kv(self, x_NxH: jax.Array, rope: "RopeTable") -> KeysValues:
         """Rotated keys and values `[N, KV, D]` of rows that are already normalised."""
         c, kind = self.config, self.kind
-        k = self.k_proj(x_NxH).reshape(*x_NxH.shape[:-1], kind.num_kv_heads, kind.head_dim)
-        v = k if kind.keys_as_values else self.v_proj(x_NxH).reshape(k.shape)
+        k = in_heads(self.k_proj(x_NxH), kind.num_kv_heads)
+        v = k if kind.keys_as_values else in_heads(self.v_proj(x_NxH), kind.num_kv_heads)
         if c.value_norm:
             v = unit_rms(v, c.rms_eps).astype(v.dtype)
         return rotate(self.k_norm(k) if c.qk_norm else k, rope), v
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
     def attention(self, h_NxH: jax.Array, rope: "RopeTable", attend: Attend) -> tuple[jax.Array, KeysValues]:
         """The attention of normalised rows, projected back to the stream's width, and the rows' (k, v)."""
         c = self.config
-        q = self.q_proj(h_NxH).reshape(*h_NxH.shape[:-1], c.num_heads, self.kind.head_dim)
+        q = in_heads(self.q_proj(h_NxH), c.num_heads)
         k, v = self.context_kv(h_NxH, rope)
         out = attend(rotate(self.q_norm(q) if c.qk_norm else q, rope), k, v)
         return replicated(self.o_proj(out.reshape(*h_NxH.shape[:-1], -1))), (k, v)
@@ -153,6 +153,15 @@ class DecoderLayer(nn.Module):
     def __call__(self, x_NxH: jax.Array, rope: "RopeTable", attend: Attend) -> tuple[jax.Array, KeysValues]:
         """Returns the residual stream after this layer and the rows' (k, v) `[N, KV, D]`."""
         return self.mix(x_NxH, self.input_layernorm(x_NxH), rope, attend)
+
+
+def in_heads(x: jax.Array, heads: int) -> jax.Array:
+    """`[..., heads·D]` to `[..., heads, D]`.
+
+    Behind the barrier a TPU's compiler does not see the heads, for whose layout it would turn the projections of all
+    layers around: a copy of them in every call.
+    """
+    return jax.lax.optimization_barrier(x).reshape(*x.shape[:-1], heads, -1)
 
 
 def stacked_layers(

@@ -25,6 +25,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 def row_statistics(hidden_NxH: jax.Array, head: Head, query: Query) -> RowStatistics:
     """As the reference, in float32. Any N, H and V; hidden states and head in float32 or bfloat16."""
+    head = _as_stored(head)
     peak, total, total_warped, token_logit, score, logit, ids = _over_vocabulary(hidden_NxH, head, query)
     top = jnp.max(peak, axis=-1, keepdims=True)
     inverse = 1 / query.temperature_N.astype(jnp.float32)[:, None]
@@ -38,6 +39,15 @@ def row_statistics(hidden_NxH: jax.Array, head: Head, query: Query) -> RowStatis
         logit_NxC=logit,
         id_NxC=ids,
     )
+
+
+def _as_stored(head: Head) -> Head:
+    """A TPU stores an `[H, V]` whose V is no multiple of its lanes, but whose H is, as `[V, H]`: a call that wants rows
+    of V would copy it. A mesh divides heads so.
+    """
+    if head.transposed and head.vocab_size % LANES and head.weight.shape[0] % LANES == 0:
+        return head.replace(weight=head.weight.T, transposed=False)
+    return head
 
 
 def _over_vocabulary(hidden_NxH: jax.Array, head: Head, query: Query) -> list[jax.Array]:

@@ -9,6 +9,7 @@ them take the tiles of the same requests in turn.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +203,15 @@ def _kernel(
         best = join(best)
         plgpu.barrier_arrive(joined.at[warpgroup])
         for ref, value in zip(out_refs, jax.tree.leaves(best), strict=True):
-            ref[split * parts + part, group] = value
+            _leave(ref.at[split * parts + part, group], value)
+
+
+def _leave(ref: Any, value: jax.Array) -> None:
+    """Less than a line of the cache: newer JAX wants that said, older JAX has no word for it."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def nothing(shape: tuple[int, ...]) -> Best:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import qwen3
 from dspark_jax import plan as door
 from dspark_jax.door import parse_config
 from dspark_jax.errors import UserError
@@ -149,6 +150,15 @@ def test_a_mesh_of_tpus_takes_the_kernels(config, chat_model, tmp_path):
     config.target.path, config.target.dtype, machine = str(tmp_path), "bfloat16", parse_machine("v5e:2x4")
     assert plan_serving(config, machine, 64, 2, "tpu").kernels == ("fused_verify", "markov_sampler", "ragged_attention")
     assert plan_training(config, machine, "tpu").kernels == ("anchor_attention", "distribution_loss")
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["xla", "tpu"])
+def test_a_real_round_copies_no_weights(kernels):
+    """As XLA may, in every call and of all layers, where it would rather have a projection the other way round."""
+    plan = plan_serving(qwen3.get_config("8b"), parse_machine("v5e:2x4"), 1024, 2, kernels)
+    assert plan.temporary < plan.parts["target weights"] / 30
 
 
 @needs_libtpu
