@@ -6,8 +6,8 @@ Every line compares an operation written for XLA with the same operation around 
 Temporary bytes are what the program holds beside its arguments and results (XLA's `memory_analysis`); moved bytes are
 what its operations read and write on the path usually taken (XLA's `cost_analysis`; for a kernel what its blocks copy,
 on a GPU also what they find in its cache, but of the loss's products each operand once, as of XLA's). `--whole`: the
-temporary bytes of a whole round and a whole training step of Qwen3-8B on eight chips, each device's; that takes a
-quarter of an hour.
+temporary bytes of a whole training step and whole rounds of Qwen3-8B, each device's, on eight chips, and of the rounds
+on one of them; that takes a quarter of an hour.
 """
 
 import argparse
@@ -226,20 +226,23 @@ def loss_lines(chip: str) -> Iterator[Line]:
 
 
 def whole_lines(chip: str) -> Iterator[str]:
-    """Temporary megabytes on a device of the engine's and the trainer's own programs."""
+    """Temporary megabytes on a device of the engine's and the trainer's own programs, at temperature 1."""
     from configs import qwen3
     from dspark_jax.planning.chips import parse_machine
     from dspark_jax.planning.serving import plan_serving
     from dspark_jax.planning.training import plan_training
 
-    machine, serving, training = parse_machine(TPUS[chip]), qwen3.get_config("8b"), qwen3.get_config("8b")
+    machine, training = parse_machine(TPUS[chip]), qwen3.get_config("8b")
     training.train.micro_steps = 64
     for kernels in ("xla", "tpu"):
-        for plan in (
-            plan_serving(serving, machine, 1024, 4.8, kernels), plan_training(training, machine, kernels),
-        ):  # fmt: skip
-            size = "does not compile" if plan.temporary is None else f"{plan.temporary / 1e6:.1f} MB"
-            yield f"{plan.what} of Qwen3-8B on {TPUS[chip]}, {plan.setting}, {kernels}: {size}"
+        plans = [plan_training(training, machine, kernels)]
+        for mesh in ("", "1x1"):
+            serving = qwen3.get_config("8b")
+            serving.mesh, serving.sampling.temperature = mesh, 1.0
+            plans.append(plan_serving(serving, machine, 1024, 4.8, kernels))
+        for plan in plans:
+            size = "does not fit" if plan.temporary is None else f"{plan.temporary / 1e6:.1f} MB"
+            yield f"{plan.what} of Qwen3-8B on {chip}, {plan.mesh}, {plan.setting}, {kernels}: {size}"
 
 
 OPERATIONS: tuple[Callable[[str], Iterator[Line]], ...] = (
@@ -251,7 +254,7 @@ ON_GPU = (fused_verify_lines, gpu_sampler_lines, gpu_attention_lines, gpu_anchor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chip", choices=[*sorted(TPUS), "H100"], default="v5e")
-    parser.add_argument("--whole", action="store_true", help="whole programs instead, on eight TPUs")
+    parser.add_argument("--whole", action="store_true", help="whole programs instead, of TPUs")
     given = parser.parse_args()
     chip = given.chip
     if chip in TPUS and not libtpu_installed():
