@@ -62,6 +62,11 @@ def test_kernel_with_any_number_of_rows(num_rows):
     compare_statistics(Sizes(0, 0, width=8, vocab=200, dtype="bfloat16"), num_rows, seed=0)
 
 
+def test_kernel_with_a_head_that_a_tpu_stores_by_columns():
+    """Its width is a multiple of the lanes, its vocabulary is not."""
+    compare_statistics(Sizes(0, 0, width=128, vocab=200, transposed=True, dtype="bfloat16"), num_rows=16, seed=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [49_152, 151_936])
 def test_kernel_at_real_vocabularies(vocab):
